@@ -43,6 +43,7 @@ class Batch:
         input_file: Id of the file with the lines. The file is removed once all lines are jobs.
         total: Number of lines.
         stored: Number of lines that are jobs. Lines become jobs in order.
+        loras: SHA-256 of each LoRA that a line names, by name, from when the batch was accepted.
         errors: Faults of a failed batch, each with `line`, `param`, `code` and `message`.
     """
 
@@ -60,6 +61,7 @@ class Batch:
     stored: int = 0
     completion_window: str = "24h"
     metadata: dict[str, str] = field(default_factory=dict)
+    loras: dict[str, str] = field(default_factory=dict)
     errors: list[dict[str, Any]] = field(default_factory=list)
     idempotency_key: str | None = None
 
@@ -110,6 +112,7 @@ class BatchCounts:
         return sum(self.by_state.get(state, 0) for state in ended)
 
 
+_BATCH_JSON = ("metadata", "loras", "errors")
 _BATCH_COLUMNS = tuple(field.name for field in fields(Batch))
 _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
@@ -242,7 +245,7 @@ class BatchTable:
                         "the queue of the key is full", details={**details, "owner": batch.owner}
                     )
             values = {name: getattr(batch, name) for name in _BATCH_COLUMNS}
-            values |= {name: json.dumps(values[name]) for name in ("metadata", "errors")}
+            values |= {name: json.dumps(values[name]) for name in _BATCH_JSON}
             values["state"] = str(batch.state)
             marks = ", ".join("?" for _ in values)
             insert = f"INSERT INTO batches ({', '.join(values)}) VALUES ({marks})"
@@ -423,7 +426,7 @@ def same_batch(existing: Batch, batch: Batch) -> Batch:
 
 def _batch_of(row: tuple[Any, ...]) -> Batch:
     values = dict(zip(_BATCH_COLUMNS, row, strict=True))
-    values |= {name: json.loads(values[name]) for name in ("metadata", "errors")}
+    values |= {name: json.loads(values[name]) for name in _BATCH_JSON}
     return Batch(**{**values, "state": BatchState(values["state"])})
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -124,7 +124,7 @@ class Batches:
         uploads: UploadStore,
         keep_seconds: float | None,
         check_accepts_jobs: Callable[[], None],
-        new_job: Callable[[VideoRequest, Owner, str | None], Job],
+        new_job: Callable[[VideoRequest, Owner, str | None, Mapping[str, str]], Job],
         check_uploads: Callable[[VideoRequest, Job, DecodedImages], None],
         save_uploads: Callable[[VideoRequest, Job, ExitStack, DecodedImages], dict[str, Any]],
         cancel_job: Callable[[str], bool],
@@ -139,7 +139,8 @@ class Batches:
             uploads: Store of images and of the files of lines.
             keep_seconds: Age in seconds at which clips are removed; None: clips are kept.
             check_accepts_jobs: Function that raises if the server accepts no jobs now.
-            new_job: Function that checks the fields of a request, and returns the job.
+            new_job: Function that checks the fields of a request, and returns the job. It also gets
+                the text from which the seed is derived, and the hashes of LoRAs by name.
             check_uploads: Function that checks that the images and videos of a request can be
                 decoded.
             save_uploads: Function that stores the images and videos of a request, and returns the
@@ -302,7 +303,7 @@ class Batches:
             if file is not None:
                 source = opened.enter_context(self.content(file).open("rb"))
             assert source is not None
-            total = self._check_fields(source, owner)
+            total, loras = self._check_fields(source, owner)
             is_own = file is None
             if file is None:
                 file = self.add_file(source, name, owner)
@@ -316,6 +317,7 @@ class Batches:
             total=total,
             completion_window=completion_window,
             metadata=metadata or {},
+            loras=loras,
             idempotency_key=idempotency_key,
         )
         stored = batch
@@ -392,24 +394,40 @@ class Batches:
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def _check_fields(self, source: BinaryIO, owner: Owner) -> int:
-        """Check the fields of all lines of a file, without the images; return the number of lines.
+    def _check_fields(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
+        """Check the fields of all lines of a file, without the images.
+
+        Returns:
+            Number of lines, and the SHA-256 of each LoRA that they name, by name.
 
         Raises:
             ApiError: A line has a fault; the details name the faults of all lines.
         """
-        faults, total = _Faults(), 0
-        for checked in self._lines(source, owner, "", faults):
+        faults, total, loras = _Faults(), 0, dict[str, str]()
+        for checked in self._lines(source, owner, "", {}, faults):
             total += 1
+            loras |= {lora.name: str(lora.sha256) for lora in checked.job.loras}
             del checked  # frees the memory of the line's images
         if faults.total:
             raise _faulty_error(faults)
-        return total
+        return total, loras
 
     def _lines(
-        self, source: BinaryIO, owner: Owner, seed_key: str, faults: _Faults
+        self,
+        source: BinaryIO,
+        owner: Owner,
+        seed_key: str,
+        loras: Mapping[str, str],
+        faults: _Faults,
     ) -> Iterator[_CheckedLine]:
         """Yield the lines of a file that have valid fields; add faults of other lines to `faults`.
+
+        Args:
+            source: Open file with the lines.
+            owner: Owner of the lines.
+            seed_key: Text from which seeds are derived, with the line's `custom_id`.
+            loras: SHA-256 of LoRAs by name, which replace those of the servers that run now.
+            faults: Collection of faults.
 
         Raises:
             ApiError: The file has no lines, or too many lines.
@@ -431,7 +449,7 @@ class Batches:
                         422, "repeated_custom_id", text_, field="custom_id", first_line=first
                     )
                 request = self._capabilities.validate(line.body)
-                job = self._new_job(request, owner, f"{seed_key}\0{custom_id}")
+                job = self._new_job(request, owner, f"{seed_key}\0{custom_id}", loras)
             except SvdppError as error:
                 faults.add(number, custom_id or _custom_id_in(text), _fault_of(error))
             else:
@@ -518,7 +536,7 @@ class Batches:
                 return line, _fault_of(error)
             return line, None
 
-        lines = self._lines(source, owner, batch.id, faults)
+        lines = self._lines(source, owner, batch.id, batch.loras, faults)
         with ThreadPoolExecutor(MAX_DECODERS) as pool:
             while some := _take(lines, _DECODED_LINES):
                 for line, fault in pool.map(check, some):
@@ -537,7 +555,8 @@ class Batches:
         faults: _Faults,
     ) -> Iterator[None]:
         """Store the lines that are not jobs yet as jobs, in steps."""
-        lines = islice(self._lines(source, owner, batch.id, faults), batch.stored, None)
+        lines = self._lines(source, owner, batch.id, batch.loras, faults)
+        lines = islice(lines, batch.stored, None)
         while some := _take(lines, _STORED_LINES):
             if faults.total:
                 return

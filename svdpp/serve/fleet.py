@@ -285,6 +285,18 @@ class Fleet:
             if (other["weights"] or other["model"]) == model_key and hashes <= {*other["loras"]}
         ]
 
+    def lora_hashes(self) -> dict[str, set[str]]:
+        """Return the SHA-256 of each LoRA that a request may name, by name.
+
+        These are this server's LoRAs, and those of the other live servers of its model. A name that
+        this server does not have stands for several files if the others have different ones.
+        """
+        found: dict[str, set[str]] = {}
+        for other in self.peers_for(self._queue.model_key):
+            for name, sha256 in other["lora_hashes"].items():
+                found.setdefault(name, set()).add(sha256)
+        return found | {name: {sha256} for name, sha256 in self._capabilities.loras.hashes.items()}
+
     def _describe_self(self) -> dict[str, Any]:
         dispatcher, state = self._engine.dispatcher, self._engine.state
         return {
@@ -294,6 +306,7 @@ class Fleet:
             "model": self._capabilities.model,
             "weights": self._capabilities.weights,
             "loras": [each["sha256"] for each in self._capabilities.loras.to_json()],
+            "lora_hashes": self._capabilities.loras.hashes,
             "sizes": [format_size(*size) for size in self._capabilities.sizes],
             "ranks": self._engine.config.world_size,
             "state": state,
@@ -350,9 +363,11 @@ class Fleet:
         self._has_skew = False
 
     def _refresh_peers(self, description: dict[str, Any]) -> None:
+        # A server of the version before lists the hashes of its LoRAs without their names.
+        rows = [{"lora_hashes": {}, **row} for row in self._queue.servers()]
         self._peers = [
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
-            for row in self._queue.servers()
+            for row in rows
             if row["id"] != description["id"]
             and description.keys() <= row.keys()  # servers of other versions may lack some values
         ]

@@ -267,7 +267,7 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 # --- database tables ------------------------------------------------------------------------------
 
 #: Version of the database tables.
-VERSION = 11
+VERSION = 12
 
 # `jobs.seq` orders jobs by the time of request. `jobs.due` orders the waiting jobs of one owner.
 # `jobs.turn` is the value of `owners.turn` before the job was claimed. `jobs.lease_until` is NULL
@@ -379,6 +379,7 @@ CREATE TABLE batch_files (
 );
 CREATE INDEX batch_files_owner ON batch_files (owner);
 """,
+    12: "ALTER TABLE batches ADD COLUMN loras TEXT NOT NULL DEFAULT '{}';\n",
 }
 
 

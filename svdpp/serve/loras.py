@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +26,7 @@ class LoraCatalog:
     def __init__(self, checkpoint: Checkpoint | None = None) -> None:
         self._checkpoint = checkpoint
         files = {} if checkpoint is None else checkpoint.clip_loras
-        self._hashes = {lora_stem(lora): file.lora.sha256 for lora, file in files.items()}
+        self._hashes = {lora_stem(lora): str(file.lora.sha256) for lora, file in files.items()}
         self._files = {(file.lora.sha256, file.lora.expert): file for file in files.values()}
 
     @property
@@ -38,28 +38,43 @@ class LoraCatalog:
         """Return name and hash of each LoRA, for the response of `/v1/models`."""
         return [{"name": name, "sha256": self._hashes[name]} for name in self.names]
 
-    def find(self, value: object) -> tuple[Lora, ...]:
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 of the file of each LoRA, by name."""
+        return dict(self._hashes)
+
+    @property
+    def fits_model(self) -> bool:
+        """Whether the model can load LoRAs, also if this server has none."""
+        return self._checkpoint is not None and self._checkpoint.spec.loras
+
+    def find(
+        self,
+        value: object,
+        hashes: Mapping[str, Collection[str]] | None = None,
+        *,
+        holder: str = "this server",
+    ) -> tuple[Lora, ...]:
         """Return the LoRAs that a request names, with the hashes of their files.
 
         Args:
             value: Field `lora` of the request; see `parse_loras`.
+            hashes: SHA-256 of the LoRAs that the request may name, by name. A name with several
+                stands for different files at different servers. None: those of this server.
+            holder: Words for who has these LoRAs, for errors.
 
         Raises:
-            RequestError: The value is malformed, or names a LoRA that the server lacks or an expert
-                that the model lacks.
+            RequestError: The value is malformed, or names a LoRA that `hashes` lacks or that stands
+                for different files, or an expert that the model lacks.
         """
+        if hashes is None:
+            hashes = {name: (sha256,) for name, sha256 in self._hashes.items()}
         loras = parse_loras(value)
         for lora in loras:
-            if lora.name not in self._hashes:
-                known = ", ".join(self.names)
-                raise RequestError(
-                    f"this server has no `loras` {lora.name[:60]!r}",
-                    nearest(lora.name, self.names, f"the server has {known}"),
-                    details={"field": "loras", "name": lora.name[:60], "known": self.names},
-                )
+            _check_known(lora.name, hashes, holder)
         if self._checkpoint is not None:
             check_loras(loras, self._checkpoint)
-        return tuple(replace(lora, sha256=self._hashes[lora.name]) for lora in loras)
+        return tuple(replace(lora, sha256=min(hashes[lora.name])) for lora in loras)
 
     def missing_reason(self, loras: Iterable[Lora]) -> str | None:
         """Return why this server cannot make a job with these LoRAs; None if it can."""
@@ -79,4 +94,27 @@ class LoraCatalog:
             raise RequestError(f"the job cannot be made: {reason}")
         return tuple(
             self._files[lora.sha256, lora.expert].with_weight(lora.weight) for lora in loras
+        )
+
+
+def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) -> None:
+    """Check that a name stands for one file; see `LoraCatalog.find`."""
+    known = sorted(hashes)
+    details = {"field": "loras", "name": name[:60]}
+    if name not in hashes:
+        listed = (
+            f"it has {', '.join(known)}"
+            if known
+            else "a server that is started with --lora-dir has some"
+        )
+        raise RequestError(
+            f"{holder} has no `loras` {name[:60]!r}",
+            nearest(name, known, listed),
+            details={**details, "known": known},
+        )
+    if len(hashes[name]) > 1:
+        raise RequestError(
+            f"`loras` {name[:60]!r} is one file at some servers and another file at others",
+            "whoever runs the servers can give the files different names",
+            details={**details, "sha256": sorted(hashes[name])},
         )

@@ -253,13 +253,14 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
     }
 
 
-def _lora_field(names: Sequence[str]) -> dict[str, Any]:
-    if not names:
+def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
+    """Return the field of LoRAs with some names; None: names that other servers know, too."""
+    if names == ():
         return {}
     one = {
         "type": "object",
         "properties": {
-            "name": {"type": "string", "enum": list(names)},
+            "name": {"type": "string"} | ({} if names is None else {"enum": list(names)}),
             "scale": {"type": "number", "default": 1},
             "expert": {"type": "string", "enum": ["high", "low"]},
         },
@@ -306,6 +307,8 @@ class Capabilities:
     """Names of the family's parameters that have no effect on this model."""
     loras: LoraCatalog = field(default_factory=LoraCatalog)
     """LoRAs that requests may add."""
+    is_shared: bool = False
+    """Whether requests may also name LoRAs that only other servers of the queue have."""
     max_steps: int = MAX_STEPS
     max_frames: int = MAX_FRAMES
 
@@ -352,6 +355,11 @@ class Capabilities:
     def _params(self) -> dict[str, Param]:
         return params_by_field(type(self.sampling))
 
+    @property
+    def _lora_names(self) -> tuple[str, ...] | None:
+        """Names of LoRAs in requests; None: other servers may have more."""
+        return None if self.is_shared and self.loras.fits_model else tuple(self.loras.names)
+
     @cached_property
     def request_model(self) -> type[VideoRequest]:
         """Pydantic model of a request, with the fields of the server's model."""
@@ -365,7 +373,7 @@ class Capabilities:
             **_last_image_fields(self.last_image_use),
             **_video_fields(kind.videos),
             **_prompt_fields(kind),
-            **_lora_field(self.loras.names),
+            **_lora_field(self._lora_names),
             **{
                 name: _param_field(param, highest.get(name, param.highest))
                 for name, param in params_by_field(kind).items()

@@ -311,6 +311,11 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
         max_batch_lines=MAX_LINES,
         max_line_bytes=MAX_JSON_BYTES,
     )
+    model["loras"] = [
+        {"name": name, "sha256": sha256}
+        for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
+        if not others  # else it stands for different files
+    ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}
 

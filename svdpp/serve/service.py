@@ -166,6 +166,7 @@ class Service:
             sizes=settings.sizes,
             max_steps=settings.max_steps,
             max_frames=settings.max_frames,
+            is_shared=queue.is_shared,
         )
         self.admission = Admission(self.engine.config, self.engine.checkpoint)
         queue.model_key = self.capabilities.model_key
@@ -293,7 +294,13 @@ class Service:
         except OutputError:
             return video_from_job(stored)
 
-    def _new_job(self, request: VideoRequest, owner: Owner, seed_key: str | None) -> Job:
+    def _new_job(
+        self,
+        request: VideoRequest,
+        owner: Owner,
+        seed_key: str | None,
+        loras: Mapping[str, str] | None = None,
+    ) -> Job:
         """Check a request without its files, and return a job for it.
 
         Args:
@@ -301,6 +308,8 @@ class Service:
             owner: Owner of the job.
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
+            loras: SHA-256 of LoRAs that the request may name, by name, which replace those of the
+                servers that run now. None: none.
 
         Raises:
             ApiError: The server does not make such clips.
@@ -323,6 +332,12 @@ class Service:
             **prompts,
         )
         self.admission.check_inputs(sampling, clip_request)
+        given = {name: {sha256} for name, sha256 in (loras or {}).items()}
+        found_loras = self.capabilities.loras.find(
+            request.value("lora"),
+            self.fleet.lora_hashes() | given,
+            holder="this fleet" if self.queue.is_shared else "this server",
+        )
         return Job(
             id=new_id(),
             owner=owner.name,
@@ -330,7 +345,7 @@ class Service:
             weights=self.capabilities.weights,
             seed=seed_of(request.seed, owner.name, seed_key),
             sampling=sampling,
-            loras=self.capabilities.loras.find(request.value("lora")),
+            loras=found_loras,
             **prompts,
             created_at=0.0,
             priority=request.priority,

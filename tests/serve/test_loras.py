@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from svdpp.config import Lora, LtxSampling, ModelConfig
@@ -19,7 +22,7 @@ from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import ApiError, to_api_error
 from tests.serve.test_page import driver, opened
 from tests.support.builders import save_tiny_lora
-from tests.support.http_server import ServerHere, error_of, wait
+from tests.support.http_server import HttpServer, ServerHere, error_of, wait
 from tests.support.shell import assert_error, svdpp_here
 from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
 
@@ -68,6 +71,19 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     with pytest.raises(RequestError, match="the LoRA slow, which this server does not have"):
         server.loras.files([other])
     assert LoraCatalog().missing_reason(both) is not None
+
+    # In a fleet, names of other servers count; the same name may stand for another file there.
+    shared = {"style": {hashes["style"]}, "far": {"1" * 64}, "both": {"2" * 64, "3" * 64}}
+    assert server.loras.find("far:0.5", shared) == (Lora(name="far", weight=0.5, sha256="1" * 64),)
+    with pytest.raises(RequestError, match="one file at some servers and another file") as refused:
+        server.loras.find("both", shared)
+    assert refused.value.details["sha256"] == ["2" * 64, "3" * 64]
+    with pytest.raises(RequestError, match="this fleet has no") as refused:
+        server.loras.find("slow", shared, holder="this fleet")
+    assert refused.value.details["known"] == ["both", "far", "style"]
+    with pytest.raises(RequestError) as refused:
+        server.loras.find("slow", {}, holder="this fleet")
+    assert "--lora-dir" in refused.value.hint
 
     for value, words in (
         ("styl", "this server has no lora 'styl'"),
@@ -144,6 +160,58 @@ def test_clips_with_loras_that_requests_name_are_made_and_proven(
         answer = server.client.post("/v1/videos", json={"prompt": "sea", "lora": "transformer"})
         assert "say which" in error_of(answer, 422, "invalid_request")["message"]
         _the_page_takes_loras(driver, server)
+
+
+@pytest.mark.slow
+def test_a_job_waits_for_the_server_of_a_fleet_that_has_its_lora(
+    start: Callable[..., HttpServer], tmp_path: Path
+) -> None:
+    """Another server takes the request or the batch, and makes the clips that it can make."""
+    model, loras = save_tiny_wan(tmp_path / "wan"), tmp_path / "loras"
+    save_tiny_lora(model, loras / "style.safetensors", seed=1)
+    style = {"name": "style", "sha256": file_sha256(loras / "style.safetensors")}
+    options = (*WAN, "--model", str(model), "--lease", "10")
+    holder, other = start(*options, "--lora-dir", str(loras)), start(*options)
+
+    def listed() -> list[Any]:
+        loras: list[Any] = other.client.get("/v1/models").json()["data"][0]["loras"]
+        return loras
+
+    def clip(**body: Any) -> httpx.Response:
+        return other.client.post("/v1/videos", json={"prompt": "the sea", "seed": 7, **body})
+
+    wait(lambda: listed() == [style])
+    refused = error_of(clip(lora="styl"), 422, "invalid_request")
+    assert refused["message"] == "this fleet has no lora 'styl'"
+    assert refused["details"]["known"] == ["style"]
+    made = other.wait_for(clip(lora="style:0.5").json()["id"], "completed")
+    assert made["lora"] == [{**style, "scale": 0.5}]
+
+    holder.process.send_signal(signal.SIGSTOP)  # it counts as live until its lease ends
+    try:
+        bodies = ({"lora": "style"}, {})
+        lines = [
+            json.dumps(
+                {
+                    **{"custom_id": str(number), "method": "POST", "url": "/v1/videos"},
+                    "body": {"prompt": "the sea", "seed": 7, **body},
+                }
+            )
+            for number, body in enumerate(bodies)
+        ]
+        headers = {"Content-Type": "application/jsonl"}
+        answer = other.client.post("/v1/batches", content="\n".join(lines), headers=headers)
+        assert answer.status_code == 200, answer.text
+        where = f"/v1/videos?order=asc&batch_id={answer.json()['id']}"
+        videos = lambda: other.client.get(where).json()["data"]  # noqa: E731
+        wait(lambda: [each["status"] for each in videos()] == ["queued", "completed"])
+        wait(lambda: videos()[0]["held"] is not None)
+        assert videos()[0]["held"] == "it has the LoRA style, which this server does not have"
+        assert listed() == []
+        error_of(clip(lora="style"), 422, "invalid_request")
+    finally:
+        holder.process.send_signal(signal.SIGCONT)
+    wait(lambda: videos()[0]["status"] == "completed", lambda: f"{videos()}")
 
 
 def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
