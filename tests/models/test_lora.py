@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from svdpp.config import Lora, ModelConfig
+from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig
 from svdpp.config.families.registry import FAMILY_SPECS
+from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.errors import ModelError, RequestError
+from svdpp.media.inputs import ClipInput
 from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.loras import check_loras_fit
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, lora_bytes
+from svdpp.verification.clip_verification import _lora
 from svdpp.verification.reference import Reference
 from tests.models.test_registry import TinyModels
 from tests.support.builders import save_tiny_lora
@@ -286,6 +290,8 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
         for part in parts
         for factor, shape in (("A", (2, 24)), ("B", (24, 2)))
     }
+    factors["text_encoder.layers.0.q_proj.lora_A.weight"] = torch.ones(2, 24)
+    factors["lora_te1_layers_0_q_proj.lora_up.weight"] = torch.ones(24, 2)
     folder = tiny_model.checkpoint.folder
     more = _changed(folder, tmp_path, "more.safetensors", factors)
     plain = _changed(folder, tmp_path, "plain.safetensors", {})
@@ -297,12 +303,22 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
         packet = rank_for(0, 0).encode({}, tiny_model.request())
         packets.append(rank_for(0, 1).denoise(packet, 0, 1, nothing))
     assert_equal(*packets)
-    assert [file.ignored for file in files] == [{"add_k_proj": 2, "add_v_proj": 2}, {}]
-    assert files[0].remark == (
-        "'more.safetensors': 4 tensors are ignored, as the model has no add_k_proj (2), "
-        "add_v_proj (2)"
-    )
+    ignored = {"add_k_proj": 2, "add_v_proj": 2, "adapter of a text encoder": 2}
+    assert [file.ignored for file in files] == [ignored, {}]
+    begin, _, parts = files[0].remark.partition(", as the model has no ")
+    assert begin == "'more.safetensors': 6 tensors are ignored"
+    assert {*parts.split(", ")} == {f"{part} (2)" for part in ignored}
     assert files[1].remark == ""
+    # The clip's JSON lists them, and `verify` reads that.
+    config = PipelineConfig(
+        world_size=1, model=tiny_model.model, sampling=tiny_model.sampling, num_threads=1
+    )
+    output = OutputConfig(path=str(tmp_path / "a.mp4"))
+    metadata = clip_metadata(ClipInput(), 0, output, config, checkpoint, files[:1])
+    recorded = json.loads(json.dumps(metadata["lora"]))
+    assert [each["ignored"] for each in recorded] == [{}, ignored]
+    read = [_lora(each).sha256 for each in recorded]
+    assert read == [file.lora.sha256 for file in reversed(files)]
 
 
 def test_a_file_in_the_format_of_other_programs_is_loaded_whole(

@@ -22,6 +22,7 @@ from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
 from svdpp.worker.denoising import Denoising
+from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 from svdpp.worker.tensor_files import LatentCheckpoints
@@ -120,6 +121,30 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
                 alone.run(action)
     assert [(clip, type(error)) for clip, error in clock.failed] == [(0, InputError)] * is_of_clip
     assert clock.now == (50.0 if is_of_clip else 0.0), "the other clip is written"
+
+
+@pytest.mark.parametrize("short_during", ["ENCODE", "DECODE", None])
+def test_memory_pressure_during_an_action_stays_with_the_clip(
+    monkeypatch: pytest.MonkeyPatch, short_during: str | None
+) -> None:
+    """It also counts if memory is enough again later."""
+    alone = _stage(_Clock(), lambda _: False)
+    actions, jobs = _work(0)
+    alone.enqueue(actions, jobs)
+    marks = []
+    for action in actions[:3]:
+        is_short = action.kind.name == short_during
+        monkeypatch.setattr(MemoryPressure, "has_occurred", lambda _, now=is_short: now)
+        alone.run(action)
+        marks.append(alone._packets[0].memory_pressure)
+    assert (
+        marks
+        == {
+            "ENCODE": [True, True, True],
+            "DECODE": [False, False, True],
+            None: [False, False, False],
+        }[short_during]
+    )
 
 
 def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Path) -> None:
