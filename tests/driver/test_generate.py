@@ -6,6 +6,7 @@ import gc
 import hashlib
 import io
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import svdpp
 from svdpp import ClipRequest, ClipResult, InputError, ModelConfig, RequestError
 from svdpp.config import SvdSampling
 from svdpp.driver.progress_bar import ProgressBar
+from svdpp.driver.run_plan import submit_and_collect
 from svdpp.driver.sources import SourceReader
 from svdpp.media.inputs import read_image
 from svdpp.models.checkpoint import find_checkpoint
@@ -206,18 +208,18 @@ def test_a_lost_clip_leaves_the_others_in_its_error(
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     last = tmp_path / "last.jpg"
     shutil.copyfile(PHOTO, last)
-    images = [*[PHOTO] * 7, last]
-    with pytest.raises(InputError, match="1 of 8 clips lost") as lost:
-        svdpp.generate(
-            [{"image": image, "seed": seed} for seed, image in enumerate(images)],
-            on_result=lambda _: last.unlink(missing_ok=True),  # ranks have not read it yet
-            **DEMO,
-            **TINY,
-        )
+
+    def collect(*arguments: Any) -> Iterator[ClipResult]:
+        last.unlink()  # after all checks
+        return submit_and_collect(*arguments)
+
+    monkeypatch.setattr("svdpp.driver.generate.submit_and_collect", collect)
+    with pytest.raises(InputError, match="1 of 3 clips lost") as lost:
+        svdpp.generate([PHOTO, last, Image.open(PHOTO)], **DEMO, **TINY)
     results = lost.value.results
-    assert [made.request.seed for made in results] == list(range(7))
+    assert [made.clip for made in results] == [0, 2]
     assert all(made.frames.shape == (2, 32, 32, 3) for made in results)
-    assert "7 of 8 clips, 1 lost" in capfd.readouterr().err
+    assert "2 of 3 clips, 1 lost" in capfd.readouterr().err
     folder = results[0].path.parent
     del results, lost
     gc.collect()
