@@ -25,6 +25,7 @@ from PIL import Image, ImageOps, features
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
 from svdpp.media import inputs
+from svdpp.media.ffmpeg import probe_log
 from svdpp.media.video import read_frames, write_clip
 from tests.support.pictures import encoded, ffmpeg, gradient, png
 
@@ -473,6 +474,30 @@ def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: st
     with pytest.raises(InputError, match="has 6 of the 7 frames") as caught:
         inputs.probe_video(path, 7, inputs.MAX_PIXELS)
     assert caught.value.details == {"frames": 6, "wanted": 7}
+
+
+def test_a_variable_frame_rate_repeats_and_drops_no_frame(clip: Path, tmp_path: Path) -> None:
+    """Frame n is shown at n * n / 16 seconds."""
+    varied = tmp_path / "varied.mkv"
+    times = ("-vf", "setpts=N*N/16/TB", "-fps_mode", "passthrough")
+    ffmpeg("-i", clip, *times, "-c:v", "libx264", "-qp", "0", varied)
+    asked = sampling(num_frames=5)
+    assert np.array_equal(pixels(fitted(varied, asked)), pixels(fitted(clip, asked)))
+
+
+def test_hdr_is_read_without_tone_mapping(clip: Path, tmp_path: Path) -> None:
+    """Its transfer function, PQ, changes no number."""
+    frames = []
+    for transfer in ("smpte2084", "bt709"):
+        path = tmp_path / f"{transfer}.mkv"
+        named = f"color_trc={transfer}:color_primaries=bt2020:colorspace=bt2020nc"
+        change = f"format=yuv420p10le,setparams={named}"
+        ffmpeg("-i", clip, "-vf", change, "-c:v", "libx264", "-qp", "0", path)
+        log = probe_log(["-i", str(path)], seconds=60)
+        assert "yuv420p10le" in log
+        assert f"bt2020nc/bt2020/{transfer}" in log
+        frames.append(pixels(fitted(path, sampling())))
+    assert np.array_equal(*frames)
 
 
 def test_a_cover_is_not_the_video(clip: Path, tmp_path: Path) -> None:

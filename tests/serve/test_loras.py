@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
-import signal
-from collections.abc import Callable
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from svdpp.config import Lora, LtxSampling, ModelConfig
+from svdpp.config import Lora, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hashes import file_sha256
 from svdpp.models.lora_files import loras_in_folder
+from svdpp.serve.auth import Owner
+from svdpp.serve.batch_table import Batch, BatchState
+from svdpp.serve.job import Job, JobState
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import ApiError, to_api_error
+from svdpp.serve.server import build, list_models
+from svdpp.serve.service import ServerSettings, Service
 from tests.serve.test_page import driver, opened
 from tests.support.builders import save_tiny_lora
-from tests.support.http_server import HttpServer, ServerHere, error_of, wait
+from tests.support.engines import job_of, taken
+from tests.support.http_server import ServerHere, error_of, wait
 from tests.support.shell import assert_error, svdpp_here
 from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
 
@@ -162,51 +167,83 @@ def test_clips_with_loras_that_requests_name_are_made_and_proven(
         _the_page_takes_loras(driver, server)
 
 
+@contextmanager
+def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Iterator[list[Service]]:
+    """Services of one fleet, of which the first has LoRAs; their threads and ranks do not run."""
+    sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
+    with ExitStack() as opened:
+        services = []
+        for clip_loras in (loras_in_folder(loras, 1), ()):
+            config = PipelineConfig(
+                world_size=2,
+                model=ModelConfig(name=str(model), clip_loras=clip_loras),
+                sampling=sampling,
+                device="cpu",
+                num_threads=1,
+            )
+            settings = ServerSettings(
+                config=config, folder=folder, sizes=((32, 32),), max_open=99, queue_url=database
+            )
+            _, service = build(settings, None)
+            opened.callback(service.queue.close)
+            services.append(service)
+        for service in (*services, *services):  # each describes itself, then sees the other
+            service.fleet._renew_claims()
+        yield services
+
+
 @pytest.mark.slow
-def test_a_job_waits_for_the_server_of_a_fleet_that_has_its_lora(
-    start: Callable[..., HttpServer], tmp_path: Path
+def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
+    tmp_path: Path, database: str
 ) -> None:
-    """Another server takes the request or the batch, and makes the clips that it can make."""
-    model, loras = save_tiny_wan(tmp_path / "wan"), tmp_path / "loras"
+    """Any server takes its request or batch, and turns the lines of the other's batch into jobs."""
+    model, loras, owner = save_tiny_wan(tmp_path / "wan"), tmp_path / "loras", Owner("")
     save_tiny_lora(model, loras / "style.safetensors", seed=1)
     style = {"name": "style", "sha256": file_sha256(loras / "style.safetensors")}
-    options = (*WAN, "--model", str(model), "--lease", "15")
-    holder, other = start(*options, "--lora-dir", str(loras)), start(*options)
+    with fleet_of_two(model, loras, tmp_path / "data", database) as (holder, other):
 
-    def listed() -> list[Any]:
-        loras: list[Any] = other.client.get("/v1/models").json()["data"][0]["loras"]
-        return loras
+        def request(server: Service, lora: str) -> Job:
+            fields = server.capabilities.validate({"prompt": "the sea", "lora": lora})
+            return job_of(server.queue, server.submit(fields, owner, None).id)
 
-    def clip(**body: Any) -> httpx.Response:
-        return other.client.post("/v1/videos", json={"prompt": "the sea", "seed": 7, **body})
+        def batch(server: Service) -> Batch:
+            lines = [
+                {"custom_id": lora or "none", "method": "POST", "url": "/v1/videos"}
+                | {"body": {"prompt": "the sea"} | ({"lora": lora} if lora else {})}
+                for lora in ("style:0.5", "")
+            ]
+            source = io.BytesIO("\n".join(map(json.dumps, lines)).encode())
+            return server.batches.create(owner, None, source=source)
 
-    wait(lambda: listed() == [style])
-    refused = error_of(clip(lora="styl"), 422, "invalid_request")
-    assert refused["message"] == "this fleet has no lora 'styl'"
-    assert refused["details"]["known"] == ["style"]
-    made = other.wait_for(clip(lora="style:0.5").json()["id"], "completed")
-    assert made["lora"] == [{**style, "scale": 0.5}]
+        assert list_models(other)["data"][0]["loras"] == [style]
+        with pytest.raises(RequestError, match="this fleet has no `loras` 'styl'") as refused:
+            request(other, "styl")
+        assert refused.value.details["known"] == ["style"]
+        job = request(other, "style:0.5")
+        assert job.loras == (Lora(**style, weight=0.5),)
+        assert other.queue.claim() is None
+        assert other.video(job).held is None, "the other server has it"
+        assert taken(holder.queue).id == job.id
 
-    holder.stop(signal.SIGKILL)  # it counts as live until its lease ends
-    lines = [
-        json.dumps(
-            {
-                **{"custom_id": str(number), "method": "POST", "url": "/v1/videos"},
-                "body": {"prompt": "the sea", "seed": 7, **body},
-            }
-        )
-        for number, body in enumerate(({"lora": "style"}, {}))
-    ]
-    headers = {"Content-Type": "application/jsonl"}
-    answer = other.client.post("/v1/batches", content="\n".join(lines), headers=headers)
-    assert answer.status_code == 200, answer.text
-    where = f"/v1/videos?order=asc&batch_id={answer.json()['id']}"
-    videos = lambda: other.client.get(where).json()["data"]  # noqa: E731
-    wait(lambda: [each["status"] for each in videos()] == ["queued", "completed"])
-    wait(lambda: videos()[0].get("held") is not None)
-    assert videos()[0]["held"] == "it has the LoRA style, which this server does not have"
-    assert listed() == []
-    error_of(clip(lora="style"), 422, "invalid_request")
+        first, second = batch(other), batch(holder)
+        assert first.loras == second.loras == {"style": style["sha256"]}
+        holder.queue.release()  # it ends before its batch becomes jobs, and its claim is waiting
+        other.fleet._renew_claims()
+        other.batches._run_once()
+        for each in (first, second):
+            assert each.total == 2
+            found = other.batches.get(each.id, owner)
+            assert (found.state, found.stored) == (BatchState.IN_PROGRESS, 2), found.errors
+        made = [taken(other.queue) for _ in range(2)]
+        assert [job.custom_id for job in made] == ["none", "none"]
+        assert other.queue.claim() is None
+        waiting = other.queue.page(owner="", limit=9, states=[JobState.QUEUED])
+        assert len(waiting) == 3
+        reasons = {other.video(job).held for job in waiting}
+        assert reasons == {"it has the LoRA style, which this server does not have"}
+        assert list_models(other)["data"][0]["loras"] == []
+        with pytest.raises(RequestError, match="this fleet has no `loras` 'style'"):
+            request(other, "style")
 
 
 def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
