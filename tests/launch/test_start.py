@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
-import tempfile
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from svdpp.errors import RankError
 from svdpp.launch import start_deadline
 from svdpp.launch.start_deadline import StartDeadline, limit_error
 from svdpp.launch.worker_group import start_ranks
-from tests.support.shell import PYTHONPATH
 
 
 class _AskedForError(Exception):
@@ -70,43 +66,6 @@ def test_a_limit_of_the_system_is_named(
         raise error
     assert caught.value.details == {"rank": 3, **details}
     assert "ulimit -u" in caught.value.hint
-
-
-_LIMITED = """
-import os, resource
-from multiprocessing import forkserver, popen_forkserver, resource_tracker
-from torch import multiprocessing
-from svdpp.errors import RankError
-from svdpp.launch.worker_group import start_ranks
-
-if os.getuid() == 0:  # no limit of processes holds for root
-    os.setgroups([])
-    os.setgid(65534)
-    os.setuid(65534)
-resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
-try:
-    start_ranks(print, None, world_size=2, backend="gloo")
-except RankError as error:
-    print(error.message, error.details, sep="|")
-"""
-
-
-@pytest.mark.slow
-def test_the_limit_of_processes_ends_a_start_at_once() -> None:
-    """A real one, as `ulimit -u` sets it."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        os.chmod(folder, 0o777)  # another user writes to it
-        environment = {**os.environ, "TMPDIR": folder, "PYTHONPATH": PYTHONPATH}
-        command = [sys.executable, "-c", _LIMITED]
-        ended = subprocess.run(
-            command, env=environment, capture_output=True, text=True, check=False
-        )
-        assert ended.returncode == 0, ended.stderr
-        message, _, details = ended.stdout.strip().partition("|")
-        assert message.startswith("the process of rank 0 cannot be started: ")
-        assert message.endswith("(limit: 1)")
-        assert details == "{'rank': 0, 'limit': 1}"
-        assert not os.listdir(folder)
 
 
 @pytest.mark.usefixtures("limits")

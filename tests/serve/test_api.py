@@ -252,25 +252,6 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer
         wait_for_removal(server, id)
 
 
-def test_clips_that_many_clients_delete_at_once_are_gone(server: HttpServer) -> None:
-    """Finished, waiting and at work; each client gets an answer, and one of each clip's a yes."""
-    finished = server.add(3, steps=1)
-    for id in finished:
-        server.wait_for(id, "completed")
-    (running,) = server.add(steps=1000)
-    server.wait_for(running, "in_progress")
-    ids = [*finished, running, *server.add(3, steps=1000)]
-    with ThreadPoolExecutor(28) as pool:
-        urls = [f"/v1/videos/{id}" for id in ids * 4]
-        codes = list(pool.map(lambda url: server.client.delete(url).status_code, urls))
-    for index, id in enumerate(ids):
-        own = {*codes[index :: len(ids)]}
-        assert own <= {200, 202, 404}, (id, own)
-        assert own & {200, 202}, (id, own)
-        wait_for_removal(server, id)
-    assert not {*ids} & {*server.all_ids()}
-
-
 def test_clients_that_cancel_keep_no_other_waiting(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
