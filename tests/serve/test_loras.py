@@ -73,7 +73,7 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     assert server.loras.missing_reason(both) is None
     other = Lora(name="slow", sha256="0" * 64)  # the name is the same, and the file is not
     assert server.loras.missing_reason([other]) is not None
-    with pytest.raises(RequestError, match="the LoRA slow, which this server does not have"):
+    with pytest.raises(RequestError, match="this server does not have the job's LoRA slow"):
         server.loras.files([other])
     assert LoraCatalog().missing_reason(both) is not None
 
@@ -240,7 +240,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
         waiting = other.queue.page(owner="", limit=9, states=[JobState.QUEUED])
         assert len(waiting) == 3
         reasons = {other.video(job).held for job in waiting}
-        assert reasons == {"it has the LoRA style, which this server does not have"}
+        assert reasons == {"this server does not have the job's LoRA style"}
         assert list_models(other)["data"][0]["loras"] == []
         with pytest.raises(RequestError, match="this fleet has no `loras` 'style'"):
             request(other, "style")
