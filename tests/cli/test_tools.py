@@ -114,7 +114,7 @@ def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     for name in ("sea", "sky"):
         (tmp_path / f"{name}.run.json").write_text(content)
     several = svdpp_here("report", str(tmp_path))
-    assert_error(several, 7, "has 2 runs", "one of its files *.run.json")
+    assert_error(several, 7, "has 2 runs", "a file *.run.json in it")
     (tmp_path / "sky.run.json").unlink()
     report = json.loads(svdpp_here("report", str(tmp_path), "--json").out)
     assert report["findings"][0]["kind"] == "balanced"
