@@ -196,7 +196,8 @@ def _exit_codes() -> Iterator[str]:
     for error in _error_types(errors.SvdppError):
         _, details = rows.setdefault(error.exit_code, (error.meaning, []))
         if error is not errors.SvdppError:
-            details.append(_first_sentence(error.__doc__ or ""))
+            text = _first_sentence(error.__doc__ or "").removeprefix("Error for ")
+            details.append(text[:1].upper() + text[1:])
     yield "## Exit codes"
     lines = ["| code | meaning | when |", "| --- | --- | --- |"]
     lines += [f"| {code} | {rows[code][0]} | {' '.join(rows[code][1])} |" for code in sorted(rows)]

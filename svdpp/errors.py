@@ -1,9 +1,9 @@
 """Exceptions with exit codes; redaction of secrets and paths.
 
-An error is one sentence for the person at the terminal and, if there is one, a hint with the fix.
-It holds plain strings and JSON values only, so that another process can raise it again as the same
-type. Errors, tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through
-`recorded_path`. Imports no other package.
+An error consists of one sentence for the user and, if there is a fix, a hint. Errors contain only
+strings and JSON values, so that another process can raise them again with the same type. Errors,
+tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through `recorded_path`.
+This module imports no other package.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
-#: Shorter values are switches such as `1` or `none`; removing them would garble the text.
+#: Smallest length of a value that counts as a secret. Shorter values are switches such as `1` or
+#: `none`, whose removal would garble texts.
 _SECRET_LENGTH = 8
-# huggingface.co issues hf_ and 34 letters and digits; older tokens can have 30.
+# Tokens of huggingface.co are hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
-#: The folders of a path; with blanks if it is quoted, or all that there is.
+#: Pattern of the folders of an absolute path. Folders may contain blanks if the path is quoted or
+#: is the whole text.
 _FOLDERS = re.compile(
     r"""(?<=['"])~?/[^'"]*/(?=[^'"/])|\A~?/[^'"]*/(?=[^/]+\Z)|(?<![\w:/.~'"])~?/\S*/(?=[^\s/])"""
 )
-# C0 without the line break, DEL, C1, and what changes the direction of writing.
+# Control characters: C0 without the line break, DEL, C1, and marks of the writing direction.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-# A password that is not percent-encoded may have any character: the last @ ends it, unless what
-# follows the colon is a port.
+# User name and password in a URL. A password without percent-encoding may contain any character, so
+# the last @ ends it, unless a port follows the colon.
 _URL_PASSWORD = re.compile(
     r"(?<=://)(?:[^/\s@'\":]*:(?!\d{1,5}(?:[/?#\s'\"]|$))[^\s'\"]*|[^/\s@'\"]+)@"
     r"|(?<=[?&]password=)[^\s'\"&]+"
@@ -37,15 +39,15 @@ _URL_PASSWORD = re.compile(
 
 
 class SvdppError(Exception):
-    """Base of all errors that the user sees as a sentence instead of a traceback.
+    """Base class of all errors that the user sees as a sentence instead of a traceback.
 
     Args:
         message: One sentence that says what is wrong, with the values that matter.
-        hint: Fix, usually the next command to type; empty if there is none.
-        details: Numbers of the message and what else a program needs, by name; JSON values.
+        hint: Fix, usually the next command to type; empty if there is no fix.
+        details: Numbers in the message and other facts for programs, by name; JSON values.
 
-    Message and hint name the fields of a configuration in backticks, such as `num_frames`; front
-    ends write them as their users know them: see `write_fields`.
+    Message and hint name fields of configurations in backticks, such as `num_frames`. The command
+    line and the server replace these names by their own names of the fields; see `write_fields`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -66,51 +68,51 @@ class SvdppError(Exception):
 
     @property
     def field(self) -> str | None:
-        """Field of a configuration that is wrong: that of `details`, or the first that is named.
+        """Name of the configuration field that is wrong; None if the error is not about a field.
 
-        None: the error is not about a field.
+        The name is taken from `details`, or is the first field that the message names.
         """
         return self.details.get("field") or next(iter(fields_in(self.message)), None)
 
 
 class RequestError(SvdppError, ValueError):
-    """The request contradicts itself or the machine: options, step counts, worlds, sizes."""
+    """Error for a request that contradicts itself, the model or the machine."""
 
     exit_code = 2
     meaning = "wrong request"
 
 
 class VerificationError(SvdppError, RuntimeError):
-    """Two results that had to be equal are not."""
+    """Error for a verification whose two results should be equal and are not."""
 
     exit_code = 3
     meaning = "verify found a difference"
 
 
 class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
-    """Too little memory: the message says for what, the hint which option lowers it.
+    """Error for too little memory. The message names the work, the hint options that need less.
 
-    `details` has what is known of `requested_bytes`, `free_bytes`, `device` and `rank`.
+    `details` contains `requested_bytes`, `free_bytes`, `device` and `rank`, as far as known.
     """
 
     exit_code = 4
     meaning = "out of memory"
 
 
-# CUDA's and NCCL's words; those of cuBLAS and cuDNN; those of the CPU allocator, which raises a
-# plain RuntimeError, and of mmap.
+# Texts in out-of-memory errors: of CUDA and NCCL, of cuBLAS and cuDNN, of torch's CPU allocator
+# (which raises a plain RuntimeError), and of mmap.
 _NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
 def first_line(error: object) -> str:
-    """Return what a library's error says, on one line.
+    """Return the first line of the message of a library's error.
 
     Args:
-        error: Exception, or its text.
+        error: Exception, or the text of an exception.
 
     Returns:
-        At most 300 characters; the type's name if it says nothing. A line that ends with a colon
-        is followed by the next one.
+        Line of at most 300 characters. If it ends with a colon, the second line is added. If the
+        message is empty, the name of the exception's type is returned.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
@@ -118,13 +120,14 @@ def first_line(error: object) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python, torch or a library of CUDA says with `error` that memory ran out."""
+    """Whether `error`, from Python, torch or a CUDA library, means that memory ran out."""
     return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
-# "Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.03 GiB is free."
-# (c10/cuda/CUDACachingAllocator.cpp), and "DefaultCPUAllocator: can't allocate memory: you tried to
-# allocate 123 bytes." (c10/core/impl/alloc_cpu.cpp).
+# The patterns match messages of torch such as "Tried to allocate 2.00 GiB. GPU 0 has a total
+# capacity of 79.11 GiB of which 1.03 GiB is free." (c10/cuda/CUDACachingAllocator.cpp), and
+# "DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes."
+# (c10/core/impl/alloc_cpu.cpp).
 _SIZE = r"([0-9.]+) (bytes|[KMGT]iB)"
 _REQUESTED = re.compile(rf"[Tt]ried to allocate {_SIZE}")
 _FREE = re.compile(rf"of which {_SIZE} is free")
@@ -133,14 +136,14 @@ _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def memory_details(error: BaseException) -> dict[str, Any]:
-    """Return what an error for a lack of memory says in numbers, for `details`.
+    """Return the numbers in an out-of-memory error, for the `details` of another error.
 
     Args:
-        error: Error of torch's allocators, whose text is read, or an OutOfMemoryError.
+        error: Error of one of torch's allocators, whose text is parsed, or an OutOfMemoryError.
 
     Returns:
-        What is known of `requested_bytes`, `free_bytes` and `device`; torch rounds the sizes of
-        CUDA to two decimals.
+        `requested_bytes`, `free_bytes` and `device`, as far as known. Sizes on CUDA are rounded to
+        two decimals by torch.
     """
     if isinstance(error, OutOfMemoryError):
         return dict(error.details)
@@ -154,18 +157,18 @@ def memory_details(error: BaseException) -> dict[str, Any]:
 
 
 class ModelError(SvdppError, ValueError):
-    """A model is missing, gated, incomplete, not safetensors, or of a class not supported."""
+    """Error for a model that is missing, gated, incomplete, damaged or not supported."""
 
     exit_code = 5
     meaning = "model missing, gated, incomplete or not safetensors"
 
 
 class RankError(SvdppError, RuntimeError):
-    """A rank died, raised, stalled or never started.
+    """Error for a rank that has died, failed, stalled or never started.
 
     Args:
-        grid: Text with a line for each rank, time from left to right, and a mark at the rank that
-            failed. It is an empty text if no rank had done anything.
+        grid: Drawing with a line for each rank, time from left to right, and a mark at the failed
+            rank; empty if no rank had done any work.
         trace: Traceback or last output of the failed rank, for `--debug` and the log.
     """
 
@@ -181,72 +184,75 @@ class RankError(SvdppError, RuntimeError):
 
     @property
     def picture(self) -> str:
-        """Earlier name of `grid`."""
+        """Former name of `grid`."""
         return self.grid
 
 
 class DeviceError(RankError):
-    """A GPU, or its driver, failed in the middle of a rank's work: the rank's own fault."""
+    """Error for a GPU or GPU driver that failed while a rank was working."""
 
 
 class TransportError(RankError):
-    """A packet between two ranks was not the expected one, or the connection broke."""
+    """Error for a transfer between two ranks: a wrong packet, or a broken connection."""
 
 
 class MismatchError(TransportError):
-    """A packet is not the one that its receiver expects: the fault of the rank that sent it.
+    """Error for a packet that differs from the expected packet, which is the sender's fault.
 
-    `details` has `clip`, `step`, `from_rank`, `to_rank`, and `sent_...` and `expected_...` of what
-    differs: `clip`, `next_step`, `shape`, `dtype`, `bytes`, `tensors`, with the names `missing` and
-    `extra`.
+    `details` contains `clip`, `step`, `from_rank` and `to_rank`. For each value that differs, such
+    as `next_step`, `shape`, `dtype`, `bytes` or `tensors`, it contains `sent_<value>` and
+    `expected_<value>`. `missing` and `extra` are names of tensors.
     """
 
 
 class BrokenLinkError(TransportError):
-    """The connection to another rank broke; usually that rank has ended, and is the cause."""
+    """Error for a broken connection to another rank, usually because the other rank has ended."""
 
 
 class InputError(SvdppError, ValueError):
-    """An input file is unreadable, hostile, or not what its name says."""
+    """Error for an input file that is unreadable, hostile, or not of the type its name says."""
 
     exit_code = 7
     meaning = "input unreadable or hostile"
 
 
 class OutputError(SvdppError, RuntimeError):
-    """A result cannot be written."""
+    """Error for a result that cannot be written."""
 
     exit_code = 8
     meaning = "output cannot be written"
 
 
 class ClosedError(SvdppError, RuntimeError):
-    """A pipeline was used from Python outside its block, or closed with clips unfinished."""
+    """Error for a pipeline used outside its block, or closed before clips were finished."""
 
 
 class NotFiniteError(SvdppError, RuntimeError):
-    """A clip's latent or frames became NaN or infinite: that clip is lost, the others are not."""
+    """Error for a clip whose latent or frames became NaN or infinite. Other clips are not lost."""
 
     exit_code = 9
     meaning = "a latent is not finite"
 
 
 class TargetMissedError(SvdppError, RuntimeError):
-    """A benchmark measured a value outside the bounds that its configuration sets."""
+    """Error for a benchmark that measured a value outside the bounds of its configuration."""
 
     exit_code = 10
     meaning = "a benchmark missed a target"
 
 
 class ServerError(SvdppError, RuntimeError):
-    """A server, `run --server`, does not answer, refuses the key, or has lost a clip."""
+    """Error for a server that cannot be reached, rejects the key, or has lost a clip."""
 
     exit_code = 11
     meaning = "the server of a run cannot be used"
 
 
 class Interrupted(BaseException):
-    """A signal ended the run; no Exception, because libraries would swallow one."""
+    """Exception for a signal that ended the run.
+
+    It does not inherit from `Exception`, because libraries would catch it.
+    """
 
     def __init__(self, signal_number: int) -> None:
         self.signal_number = signal_number
@@ -255,7 +261,7 @@ class Interrupted(BaseException):
         super().__init__(self.message)
 
 
-#: Every type that may cross a process boundary, by name (`error_to_dict`, `error_from_dict`).
+#: All error types, by name. `error_from_dict` raises these types in another process.
 _TYPES: dict[str, type[SvdppError]] = {
     name: value
     for name, value in [*globals().items()]
@@ -264,14 +270,14 @@ _TYPES: dict[str, type[SvdppError]] = {
 
 
 def exit_code_of(error: BaseException) -> int:
-    """Return the process exit code for `error`: 1 for everything that is not an `SvdppError`."""
+    """Return the exit code of a process that ends with `error`; 1 for unexpected errors."""
     if isinstance(error, Interrupted):
         return 128 + error.signal_number
     return error.exit_code if isinstance(error, SvdppError) else 1
 
 
 def error_to_dict(error: BaseException) -> dict[str, Any]:
-    """Return `error` as plain strings and JSON values, to send to another process."""
+    """Return an error as a dict of strings and JSON values, to send to another process."""
     if isinstance(error, SvdppError):
         more = {"details": error.details} if error.details else {}
         return {"type": type(error).__name__, "message": error.message, "hint": error.hint, **more}
@@ -280,44 +286,44 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def reraisable(error: BaseException) -> BaseException:
-    """Return a copy of `error` for one more thread to raise.
+    """Return a copy of `error`, so that several threads can raise the error.
 
-    Each raise adds to an object's traceback.
+    A copy is needed, because each raise adds to the traceback of the raised object.
 
     Returns:
-        A copy whose cause is `error`; `error` itself if its class cannot be copied.
+        Copy whose cause is `error`; `error` itself if its class cannot be copied.
     """
     try:
         copied = copy.copy(error)
-    except Exception:  # an exception class whose constructor takes other arguments
+    except Exception:  # the constructor of the class takes other arguments
         return error
     copied.__cause__ = error
     return copied
 
 
 def error_from_dict(record: dict[str, Any]) -> SvdppError:
-    """Return the error that `error_to_dict` wrote.
+    """Return the error from a dict that `error_to_dict` has returned.
 
     Args:
-        record: Record from another process; an unknown type becomes an `SvdppError`.
+        record: Dict from another process. An unknown type of error becomes an `SvdppError`.
     """
     kind = _TYPES.get(record["type"], SvdppError)
     return kind(record["message"], record["hint"], details=record.get("details"))
 
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
-    """Return the error with the highest exit code.
+    """Return the error with the highest exit code among several errors.
 
     Args:
-        errors: One or more.
-        count: Beginning of the sentence, such as `2 of 5 lost`.
+        errors: One or more errors.
+        count: Beginning of the returned error's message, such as `2 of 5 lost`.
     """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
 def fields_in(text: str) -> list[str]:
-    """Return the fields of a configuration that a message or hint names, in its order.
+    """Return the names of configuration fields in a message or hint, in order.
 
     Args:
         text: Message or hint with fields in backticks.
@@ -326,11 +332,11 @@ def fields_in(text: str) -> list[str]:
 
 
 def write_fields(text: str, names: Mapping[str, str]) -> str:
-    """Return a message or hint with fields as the users of a front end know them.
+    """Return a message or hint in which the users' names replace the names of fields.
 
     Args:
-        text: Message or hint with fields in backticks.
-        names: Name of each field, such as `--frames`; other fields stay as they are.
+        text: Message or hint with names of fields in backticks.
+        names: Users' name of each field, such as `--frames`. Other fields are not replaced.
     """
     for field in fields_in(text):
         text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
@@ -338,22 +344,22 @@ def write_fields(text: str, names: Mapping[str, str]) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint on a misspelt name.
+    """Return a hint for a misspelt name.
 
     Args:
-        name: Name as it was typed.
+        name: Name that the user typed.
         choices: Correct names.
-        otherwise: Hint if none of them is like it.
+        otherwise: Hint to return if no correct name is similar to `name`.
     """
     near = get_close_matches(name, choices, n=1)
     return f"did you mean {near[0]}?" if near else otherwise
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:
-    """Return what is wrong with a value, in the words of users.
+    """Return a description of a pydantic validation error for users.
 
     Args:
-        fault: One entry of pydantic's `errors()`.
+        fault: One entry of the list that pydantic's `errors()` returns.
     """
     kind, about, value = fault["type"], fault.get("ctx", {}), repr(fault.get("input"))
     got = f", got {value if len(value) <= 60 else value[:57] + '...'}"
@@ -370,14 +376,14 @@ def describe_fault(fault: Mapping[str, Any]) -> str:
 
 
 def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `details` of a value that pydantic refuses.
+    """Return the `details` of an error for a value that pydantic has rejected.
 
     Args:
-        fault: One entry of pydantic's `errors()`.
+        fault: One entry of the list that pydantic's `errors()` returns.
 
     Returns:
-        `field` with dots, `given` as a short text, the limits by pydantic's names (`ge`, `lt`,
-        `min_length` and so on), and pydantic's `problem`.
+        `field`, the path of the field with dots; `given`, the value as a short text; `problem`,
+        pydantic's message; and limits by pydantic's names, such as `ge` and `min_length`.
     """
     limits = {
         name: value
@@ -393,7 +399,7 @@ def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-#: By the beginning of the kind of fault, where pydantic's own words are a programmer's.
+#: Descriptions of validation errors for users, by the beginning of pydantic's error type.
 _WANTED = {
     "int_": "must be a whole number",
     "bool_": "must be true or false",
@@ -407,7 +413,7 @@ _WANTED = {
 
 
 def redact(text: str) -> str:
-    """Return `text` without secrets, and with `~` for the user's home.
+    """Return `text` without secrets, and with `~` in place of the user's home folder.
 
     Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
     user names and passwords in URLs.
@@ -416,10 +422,10 @@ def redact(text: str) -> str:
 
 
 def redaction() -> Callable[[str], str]:
-    """Return the function by which `redact` cleans a text, for the environment as it is now."""
+    """Return a function like `redact`, which uses the present environment variables."""
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
-    # Longest first, because one can contain another.
+    # Long secrets are replaced first, because a secret can contain another secret.
     secrets = sorted({each for each in named if len(each) >= _SECRET_LENGTH}, key=len, reverse=True)
 
     def clean(text: str) -> str:
@@ -438,16 +444,16 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def redact_tokens(text: str) -> str:
-    """Return `text` without hub tokens; for names that a user can copy into a command."""
+    """Return `text` without hub tokens, for names that a user may copy into a command."""
     return _HUB_TOKEN.sub("hf_***", text)
 
 
 def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
-    """Return a JSON value with every string in it redacted, except keys.
+    """Return a JSON value in which every string is redacted, except keys.
 
     Args:
-        value: Value made of strings, numbers, lists and dicts.
-        how: Function that redacts one string; None: `redact`.
+        value: JSON value of strings, numbers, lists and dicts.
+        how: Function that redacts a string; None: `redact`.
     """
     clean = how or redaction()
     if isinstance(value, str):
@@ -460,37 +466,38 @@ def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
 
 
 def without_folders(text: str) -> str:
-    """Return `text` with only the last part of each absolute path, for readers elsewhere."""
+    """Return `text` with absolute paths shortened to file names, for readers on other machines."""
     return _FOLDERS.sub("", text)
 
 
 def printable(text: str) -> str:
     """Return `text` with Python's escapes in place of control characters, except line breaks.
 
-    A terminal obeys control characters, so a file's name could write anything there.
+    A terminal interprets control characters, so a file name with such characters could forge
+    output.
     """
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def one_line(text: str) -> str:
-    """Return the text of `printable` with escapes for line breaks, which could forge a line."""
+    """Return `printable(text)` with escapes in place of line breaks, which could forge a line."""
     return printable(text).replace("\n", "\\n")
 
 
 def without_controls(name: str) -> str:
-    """Return `name` for a new file: with `_` in place of control characters."""
+    """Return a name for a new file, with `_` in place of control characters."""
     return _CONTROL.sub("_", name).replace("\n", "_")
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """Return the name of `path` in a file in `folder`: relative to `folder`, to reveal little.
+    """Return the text by which a file in `folder` should record `path`: a relative path.
 
-    If `path` is below the user's home and `folder` is not, the name is `~/...`. `located_path` with
-    the same folder is the inverse.
+    Relative paths reveal little about the machine. If `path` is below the user's home and `folder`
+    is not, the text is `~/...`. The inverse is `located_path` with the same folder.
 
     Args:
         path: Path, absolute or relative to the working folder.
-        folder: Folder of the file that records the name.
+        folder: Folder of the file in which the path is recorded.
     """
     absolute, base = os.path.abspath(path), os.path.abspath(folder)
     for home in _homes():
@@ -501,11 +508,11 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
 
 
 def located_path(text: str, folder: str | Path) -> Path:
-    """Return the path for a name that `recorded_path` wrote.
+    """Return the path for a text that `recorded_path` has returned.
 
     Args:
-        text: Name.
-        folder: Folder of the file that records it.
+        text: Recorded text.
+        folder: Folder of the file in which the text is recorded.
     """
     if text.startswith("~/"):
         return Path(os.path.expanduser("~")) / text[2:]
@@ -513,7 +520,7 @@ def located_path(text: str, folder: str | Path) -> Path:
 
 
 def recorded_name(name: str) -> str:
-    """Return the recorded name of a model: a folder below the home as `~/...`, others as typed."""
+    """Return the text by which to record a model's name: `~/...` for folders below the home."""
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)
@@ -521,7 +528,7 @@ def recorded_name(name: str) -> str:
 
 
 def _homes() -> list[str]:
-    """The user's home as named and with links resolved, longest first; empty if unknown."""
+    """Return the user's home folder, as named and with resolved links; empty if unknown."""
     home = os.path.expanduser("~").rstrip("/")
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)

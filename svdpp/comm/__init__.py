@@ -1,1 +1,1 @@
-"""Transfer of packets between ranks: packet, transport, CUDA streams."""
+"""Transfer of packets between ranks: packet format, transport, and CUDA streams."""

@@ -1,13 +1,13 @@
 """Packets, which carry the state of a clip between ranks: header, metadata and payload.
 
-    header     sizes of the two parts that follow, with checksums; fixed size
-    metadata   JSON (clip, steps done, name, dtype and shape of each tensor), then the bytes of
-               tensors in host memory, such as the state of a random generator
+    header     sizes of metadata and payload, with checksums; fixed size
+    metadata   JSON (clip, finished steps, and name, dtype and shape of each tensor), then the
+               bytes of tensors in host memory, such as the state of a random generator
     payload    bytes of the tensors on the rank's device, concatenated
 
-gloo and NCCL accept a message of another size or type without an error. The receiver therefore
-checks the header before it reads on, and compares the metadata with its own action (clip, steps
-done) and with the `TensorSpec`s that it expects.
+gloo and NCCL do not report an error if the received message has another size or type than the
+expected one. The receiver therefore checks the header before it reads on, and compares the metadata
+with its own action (clip, finished steps) and with the `TensorSpec`s that it expects.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ import torch
 
 from svdpp.errors import MismatchError, TransportError
 
-# The header has no version: all ranks have the same svdpp (`driver.ranks.shared_settings`).
+# The header needs no version, because all ranks must have the same version of svdpp
+# (`driver.ranks.shared_settings`).
 _HEADER = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
-#: Offset of each field of the header. `crc` is that of the metadata, `check` that of the fields
-#: before it.
+#: Offset in bytes of each field of the header. `crc` is the CRC-32 of the metadata, `check` is the
+#: CRC-32 of the header's fields before it.
 FIELDS = {"metadata": 0, "crc": 4, "bytes": 8, "check": 16}
 
-# Names of dtypes as in options; other dtypes keep torch's names.
+# Names of dtypes in the options of the command line; other dtypes keep torch's names.
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Most names of missing or extra tensors in a message.
+# Largest number of names of missing or unexpected tensors in a message.
 _MAX_NAMES = 5
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor of a packet."""
+    """Shape and dtype of a tensor in a packet."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -72,16 +73,16 @@ class Packet:
 
     Args:
         clip: Index of the clip.
-        next_step: Number of steps done.
+        next_step: Number of finished steps of the clip.
         begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
             machine that holds the packet. A wall clock could be set back while a clip is made.
         tensors: Tensors by name, contiguous or not, on the rank's device or in host memory.
-        tombstone: Whether the clip is lost or cancelled. The packet then has no tensors. It is
-            still sent, because the actions of later ranks expect it.
-        memory_pressure: Whether a rank ran short of GPU memory during this clip, or earlier in its
-            process. cuDNN may then have used another kernel, with other bits.
-        compute_seconds: Seconds of encode, steps and decode so far, summed over ranks, including
-            those of the run that a clip is resumed from.
+        tombstone: Whether the clip is lost or cancelled. The packet then has no tensors, but is
+            still sent, because later ranks wait for it.
+        memory_pressure: Whether a rank that worked on the clip has run short of GPU memory, during
+            this clip or earlier. cuDNN may then have used another kernel, with other bits.
+        compute_seconds: Seconds of encode, steps and decode so far, summed over all ranks. If the
+            clip was resumed, the seconds of the earlier run are included.
     """
 
     clip: int
@@ -93,12 +94,12 @@ class Packet:
     compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
-        """Drop the tensors, because the clip is lost or cancelled."""
+        """Mark the clip as lost or cancelled, and drop the tensors of the packet."""
         self.tensors, self.tombstone = {}, True
 
 
 class Header(NamedTuple):
-    """Header of a packet."""
+    """Header of a packet, a fixed number of bytes."""
 
     metadata_bytes: int
     """Number of bytes of the metadata."""
@@ -114,10 +115,10 @@ class Header(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        """Return the header that `pack` wrote.
+        """Return the header from bytes that `pack` has returned.
 
         Raises:
-            TransportError: The header's own checksum does not match.
+            TransportError: The checksum of the header does not match.
         """
         *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
@@ -133,9 +134,9 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: Packet whose tensors are on `device` (the payload) or on the CPU.
+        packet: Packet whose tensors are on `device` (these are the payload) or in host memory.
         device: Device of the rank.
-        crc: CRC-32 of the payload; None: the receiver does not check it.
+        crc: CRC-32 of the payload; None: the receiver does not check the payload.
     """
     facts = {**vars(packet), "tensors": {}}
     entries, in_host_memory = [], []
@@ -151,7 +152,7 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the payload, uint8 of shape (bytes,), computed on the current stream of `device`."""
+    """Return the payload of a packet: bytes of the tensors on `device`, uint8 of shape (bytes,)."""
     parts = [_bytes_of(tensor) for tensor in tensors.values() if tensor.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -162,13 +163,13 @@ class _Entry(NamedTuple):
 
 
 class PacketMetadata:
-    """Metadata of a packet that has arrived, before its payload is read.
+    """Received metadata of a packet whose payload has not been read yet.
 
     Args:
-        data: Result of `pack_metadata`.
+        data: Bytes that `pack_metadata` has returned.
 
     Raises:
-        TransportError: `data` cannot be read.
+        TransportError: `data` cannot be parsed.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -189,7 +190,7 @@ class PacketMetadata:
 
     @property
     def specs(self) -> Specs:
-        """Specs of the tensors that the sender has announced."""
+        """Specs of the tensors that the packet contains, according to the sender."""
         return {name: entry.spec for name, entry in self._entries.items()}
 
     @property
@@ -198,17 +199,16 @@ class PacketMetadata:
         return self._packet.tombstone
 
     def check(self, clip: int, next_step: int, num_bytes: int, known: Specs) -> None:
-        """Compare the packet with the expected one, before its payload is read.
+        """Compare the metadata with the packet that the receiver expects.
 
         Args:
-            clip: Clip of the receiver's action.
-            next_step: Number of steps done before the receiver's action.
-            num_bytes: Number of bytes of the payload, by the header.
-            known: Specs of tensors that the packet must have, among others, unless it is a
-                tombstone.
+            clip: Index of the clip that the receiver expects.
+            next_step: Number of finished steps that the receiver expects.
+            num_bytes: Number of bytes of the payload, according to the header.
+            known: Specs of some tensors that the packet must have, unless it is a tombstone.
 
         Raises:
-            MismatchError: The packet differs; the error has both values of the first difference.
+            MismatchError: The packet differs. The error has both values of the first difference.
         """
         sent = {"clip": self._packet.clip, "next_step": self._packet.next_step}
         for name, expected in (("clip", clip), ("next_step", next_step)):
@@ -225,10 +225,10 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet. Its tensors are copies, because views could be misaligned.
+        """Return the packet with copies of its tensors, because views could be misaligned.
 
         Args:
-            payload: Payload, uint8 of shape (bytes,), with the number of bytes that `check` got.
+            payload: Payload, uint8 of shape (bytes,), with the number of bytes given to `check`.
         """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
@@ -243,12 +243,13 @@ class PacketMetadata:
 
 
 def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) -> MismatchError:
-    """Return the error for one difference between a received packet and the expected one.
+    """Return the error for one difference between a received and an expected packet.
 
     Args:
-        name: Name of the value in the message.
-        field: Name of the value in the details, which have `sent_<field>` and `expected_<field>`.
-        sent: Value in the packet.
+        name: Name of the value in the error message.
+        field: Name of the value in the error's details, which get the keys `sent_<field>` and
+            `expected_<field>`.
+        sent: Value in the received packet.
         expected: Value that the receiver expects.
         details: Further details.
     """
@@ -257,15 +258,15 @@ def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) ->
 
 
 def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None:
-    """Compare number, names, shapes and dtypes of a packet's tensors with the expected ones.
+    """Compare number, names, shapes and dtypes of a packet's tensors with the expected tensors.
 
     Args:
-        sent: Specs of the packet's tensors.
+        sent: Specs of the tensors in the packet.
         expected: Specs that the receiver expects.
-        others: Whether the packet may have further tensors.
+        others: Whether the packet may have further tensors besides the expected ones.
 
     Raises:
-        MismatchError: A tensor differs, or tensors are missing or superfluous.
+        MismatchError: A tensor differs, or tensors are missing or unexpected.
     """
     for name, spec in expected.items():
         if name in sent and sent[name] != spec:

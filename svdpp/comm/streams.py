@@ -1,13 +1,13 @@
-"""CUDA streams, and copies between device and host. On the CPU all of these are plain calls.
+"""CUDA streams, and copies between device and host. On the CPU, streams have no effect.
 
-No other module creates a stream, waits for one, or reads a tensor on a device; a test lists the few
-exceptions with their reasons. Three rules make the copies safe beside queued kernels:
+No other module creates a stream, waits for a stream, or reads a tensor on a device; a test lists
+the few exceptions with their reasons. Three rules make copies safe while kernels are queued:
 
-- Memory that a side stream fills is allocated in that stream's context. The caching allocator ties
-  a block to a stream, and queued kernels may still use a block of another stream.
-- `record_stream` is called if a second stream uses such memory.
-- Each thread that copies has one stream for its whole life. Memory is cached by stream, and streams
-  that are created for each message would repeat after 32, the size of torch's pool.
+- Memory that a side stream fills is allocated in the context of that stream. The caching allocator
+  ties each block to a stream, and queued kernels may still use a free block of another stream.
+- `record_stream` is called if a second stream uses memory of a side stream.
+- Each thread that copies has one stream for its whole life. Memory is cached by stream, and if a
+  stream were created for each message, the streams would repeat after 32, the size of torch's pool.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-#: Event that a side stream waits for before it uses a tensor; None on the CPU.
+#: CUDA event for which a side stream waits before it uses a tensor; None on the CPU.
 Event = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current device of this thread. Each thread of a rank calls this first."""
+    """Make `device` the current device of this thread. Each rank thread calls this first."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def single_thread_executor(name: str, device: torch.device) -> ThreadPoolExecutor:
-    """Return an executor with one thread, called `name`, whose current device is `device`."""
+    """Return an executor with one thread named `name`, whose current device is `device`."""
     return ThreadPoolExecutor(
         max_workers=1, thread_name_prefix=name, initializer=use_device, initargs=(device,)
     )
@@ -40,7 +40,7 @@ def record_event(device: torch.device) -> Event:
     """Record an event after all work that this thread has queued on its current stream.
 
     Returns:
-        Event; None on the CPU, where work is done when its call returns.
+        Event; None on the CPU, where work is complete when a call returns.
     """
     if device.type != "cuda":
         return None
@@ -50,19 +50,19 @@ def record_event(device: torch.device) -> Event:
 
 
 def wait_for_event(event: Event) -> None:
-    """Wait until the device has reached an event; return at once on the CPU."""
+    """Wait until the device has reached an event. On the CPU, return immediately."""
     if event is not None:
         event.synchronize()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all work that is queued on this thread's current stream."""
+    """Wait until the device has finished all work on this thread's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 class SideStream:
-    """Stream beside the one that denoises, which one thread uses for its whole life."""
+    """CUDA stream for copies besides the stream that denoises; used by one thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,10 +70,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def stream_context(self, after: Event = None) -> Iterator[None]:
-        """Queue the work of the block on this stream, and wait for it at the end of the block.
+        """Queue the work of the block on this stream, and wait at its end for the work.
 
         Args:
-            after: Event that the work waits for; None: it begins at once.
+            after: Event for which the work waits; None: the work begins immediately.
         """
         if self._stream is None:
             yield
@@ -89,10 +89,10 @@ class SideStream:
 
         Args:
             tensor: Tensor of any shape and dtype.
-            after: Event after which the tensor is complete; None: it is complete.
+            after: Event after which the tensor is complete; None: the tensor is complete already.
 
         Returns:
-            Copy of the same shape and dtype; `tensor` itself if it is in host memory.
+            Copy with the same shape and dtype; `tensor` itself if it already is in host memory.
         """
         if tensor.is_cpu:
             return tensor
@@ -105,10 +105,11 @@ class SideStream:
         """Copy a tensor from host memory to the device, and wait for the copy.
 
         Args:
-            host: Tensor of any shape and dtype, pinned, so that the copy needs no other buffer.
+            host: Tensor of any shape and dtype, pinned, so that CUDA needs no staging buffer.
 
         Returns:
-            Copy; `host` itself on the CPU. Call `record_stream` before another stream uses it.
+            Copy on the device; `host` itself on the CPU. Call `record_stream` before another
+            stream uses the copy.
         """
         if self._stream is None:
             return host
@@ -118,7 +119,10 @@ class SideStream:
         return tensor
 
     def empty(self, num_bytes: int) -> torch.Tensor:
-        """Return uint8 memory of shape (num_bytes,) on the device, for use in `stream_context`."""
+        """Return uninitialised uint8 memory of shape (num_bytes,) on the device.
+
+        Call this method within `stream_context`.
+        """
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -127,17 +131,17 @@ class SideStream:
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Tell the allocator that the current stream uses memory of another stream."""
+    """Tell torch's allocator that the current stream uses a tensor of another stream."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class AsyncFlag:
-    """Point on a device's current stream, with a time and a flag that are read asynchronously.
+    """Time stamp and bool that are recorded on a device's current stream, and are read later.
 
     Args:
         device: Device whose current stream is used.
-        flag: Bool tensor of one element on the device; None: only the time is recorded.
+        flag: Bool tensor with one element on the device; None: only the time is recorded.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
@@ -152,21 +156,20 @@ class AsyncFlag:
         self._at = time.monotonic()
 
     def wait(self) -> bool:
-        """Wait until the device has reached this point.
+        """Wait until the device has recorded the time stamp and the flag.
 
         Returns:
-            The flag that the device computed, such as whether all values are finite; True if none
-            was recorded.
+            Value of the flag, such as whether all values are finite; True if no flag was recorded.
         """
         if self._event is not None:
             self._event.synchronize()
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: AsyncFlag) -> float:
-        """Return the device's seconds from the point `before` to this one.
+        """Return the seconds between two time stamps of a device, from `before` to this one.
 
         Args:
-            before: Earlier point of the same device, which must have reached both.
+            before: Earlier time stamp of the same device. The device must have recorded both.
         """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000

@@ -1,9 +1,9 @@
-"""Transport of packets between ranks, point to point, by links with background threads.
+"""Point-to-point transport of packets between ranks, by links with background threads.
 
-Each rank has a link for each neighbour and direction. Each link has a thread, so that transfers
-overlap with denoising. Header and metadata are separate messages between CPUs. Under NCCL the
-payload goes from device to device. Under gloo, which does not send CUDA tensors point to point, the
-payload goes through pinned host memory.
+Each rank has one link for each neighbour, direction and channel. Each link has a thread, so that
+transfers overlap with denoising. Header and metadata are messages between CPUs. With NCCL, the
+payload is sent from device to device. gloo does not send CUDA tensors point to point, so with gloo
+the payload is sent through pinned host memory.
 
 The receiver knows the expected tensors before the packet arrives, and checks the metadata before it
 reads the payload. A difference raises a `MismatchError`, which names the sender.
@@ -52,42 +52,43 @@ from svdpp.errors import (
 
 _Result = TypeVar("_Result")
 
-#: Timeout of the process group, longer than any run. Stalls are detected by heartbeats, which name
-#: the stalled rank instead of the one that waits for it. A shorter timeout would also make gloo
-#: close the connection to a rank that computes for longer.
+#: Timeout of the process group, which is longer than any run. Heartbeats detect stalled ranks: they
+#: name the stalled rank, while a timeout would name the rank that waits for it. With a shorter
+#: timeout, gloo would also close the connection to a rank that computes for longer.
 GROUP_TIMEOUT = timedelta(days=7)
 
-# Clip index in the packet that opens a link. No real clip has this index.
+# Clip index in the packet that opens a link, which no real clip has.
 _HELLO_CLIP = 2**64 - 1
 
-# Matches, for example: Cuda failure 2 'out of memory'
+# Pattern for messages of NCCL such as: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
-#: Content of a link: packets of clips, predictions that a pair exchanges at each step, or final
-#: latents and frames of clips that several ranks decode.
+#: Kind of packets on a link: packets of clips, predictions that a pair exchanges in each step, or
+#: final latents and frames of clips that several ranks decode.
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
-# Direction, clip, number of steps done, and peer of a transfer.
+# Direction, clip, number of finished steps, and peer rank of a transfer.
 _Ends = tuple[Direction, int, int, int]
 
 
 class Transfer(NamedTuple):
-    """Transfer of one packet, as its sender or its receiver measured it."""
+    """Measurement of the transfer of one packet, by the sender or by the receiver."""
 
     direction: Direction
     clip: int
     next_step: int
-    """Number of steps done."""
+    """Number of finished steps of the clip."""
     peer: int
-    """Rank at the other end."""
+    """Rank at the other end of the link."""
     num_bytes: int
-    """Number of bytes of the payload."""
+    """Number of bytes of the packet's payload."""
     seconds: float
     """Seconds from the end of the header to the last byte of the payload."""
     waited: float
-    """Seconds until the receiver took the header; 0 at the receiver."""
+    """Seconds that the sender waited until the receiver took the header; 0 if measured by the
+    receiver."""
     end: float
-    """Time of the end, in seconds on the host's monotonic clock."""
+    """End of the transfer, in seconds on the host's monotonic clock."""
 
 
 @dataclass(eq=False)
@@ -98,10 +99,11 @@ class Transport:
         rank: Number of the rank.
         device: Device on which received tensors are put.
         backend: Backend of the process group that the rank has joined, `gloo` or `nccl`.
-        on_transfer: Callback for each finished transfer of a clip; called from the links' threads.
+        on_transfer: Callback for each finished transfer of a clip. It is called in the threads of
+            the links.
         checksum: Whether the sender computes a CRC-32 of each payload, and the receiver checks it.
-        monotonic_ahead: Seconds by which this host's monotonic clock is ahead of rank 0's. Times in
-            packets are on rank 0's clock.
+        monotonic_ahead: Seconds by which this host's monotonic clock is ahead of the clock of rank
+            0, which times in packets refer to.
     """
 
     rank: int
@@ -114,14 +116,16 @@ class Transport:
     def __post_init__(self) -> None:
         self._direct = self.backend == "nccl"
         self._links: dict[tuple[str, int, Channel], _Link] = {}
-        # Process groups of the channels other than `clips`, by channel and direction (True: to a
-        # higher rank).
+        # Process groups of all channels except `clips`, by channel and direction (True: to a higher
+        # rank).
         self._groups: dict[tuple[Channel, bool], Any] = {}
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        """Clip and steps done of each packet given to `send`, by receiver and channel, until the
-        caller clears it. Predictions and the packets that open links are left out."""
+        """Clip and number of finished steps of each packet that `send` got, by receiver and
+        channel. Predictions and the packets that open links are not listed. The caller clears the
+        lists."""
         self.bytes_sent = self.bytes_received = 0
-        """Number of bytes of payloads so far, on all channels."""
+        """Total numbers of bytes of payloads that were sent and received so far, on all
+        channels."""
         # ProcessGroupNCCL is not documented as thread-safe.
         self._enqueue = threading.Lock()
         self._counting = threading.Lock()
@@ -131,18 +135,19 @@ class Transport:
         links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
     ) -> None:
-        """Open this rank's links by sending a small packet on each.
+        """Open this rank's links by sending a small packet on each link.
 
-        The first NCCL message of a pair creates its communicator and blocks until both ranks have
-        called it (pytorch/pytorch#108378). All ranks therefore follow the same rounds of disjoint
-        pairs. If packets go both ways between two ranks, each direction has a process group,
-        because sends that cross would wait for each other in one communicator.
+        The first NCCL message between two ranks creates a communicator, and blocks until both ranks
+        have called NCCL (pytorch/pytorch#108378). All ranks therefore follow the same rounds of
+        disjoint pairs of ranks. If packets are sent in both directions between two ranks, each
+        direction has its own process group, because sends that cross in one communicator would wait
+        for each other.
 
         Args:
-            links: Rounds of pairs (from, to) by channel, the same on all ranks; see
+            links: Rounds of pairs (from, to), by channel, which must be the same on all ranks; see
                 `plan.actions.connect_rounds`.
-            on_connecting: Callback that gets the other rank of each link before it opens; None:
-                none.
+            on_connecting: Callback that gets the rank at the other end of each link, before the
+                link opens; None: no callback.
 
         Raises:
             TransportError: A link could not be opened.
@@ -178,11 +183,11 @@ class Transport:
         """Begin to receive a packet in the background.
 
         Args:
-            clip: Clip that the packet must have.
-            next_step: Number of steps done that the packet must have.
+            clip: Index of the clip that the packet must have.
+            next_step: Number of finished steps that the packet must have.
             peer: Rank that sends the packet.
             channel: Channel of the link.
-            known: Specs of some tensors that the packet must have, which are compared before the
+            known: Specs of some tensors that the packet must have. They are compared before the
                 payload is read. None: only `PendingPacket.wait` compares tensors.
         """
         link = self._link("from", peer, channel)
@@ -191,10 +196,10 @@ class Transport:
         return PendingPacket(future, self.monotonic_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
-        """Send a packet in the background, after waiting for the previous one on this link.
+        """Send a packet in the background, after waiting for the previous packet on this link.
 
         Args:
-            packet: Packet, whose tensors must not change afterwards.
+            packet: Packet, whose tensors must not change after the call.
             peer: Rank that receives the packet.
             channel: Channel of the link.
 
@@ -212,7 +217,7 @@ class Transport:
     def drain(self) -> None:
         """Wait until the memory of all sent packets may be reused.
 
-        Bytes may still be in NCCL's buffers, so the process must live until they are received.
+        The process must not end yet, because bytes may still be in NCCL's buffers.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -222,7 +227,7 @@ class Transport:
                 link.wait()
 
     def close(self) -> None:
-        """End the threads of the links, after `drain`."""
+        """End the threads of the links. Call `drain` first."""
         for link in self._links.values():
             link.close()
 
@@ -241,9 +246,9 @@ class Transport:
         ends: _Ends = "send", clip, step, link.peer
         with translated_errors(*_attempt(ends, self.rank)):
             if self._direct:
-                # A receive that NCCL has enqueued spins on the receiver's multiprocessors until the
-                # bytes come, and the partner of a pair would compute beside that kernel. The
-                # header, at which the receiver enqueues it, is therefore sent only once the bytes
+                # NCCL's receive is a kernel that occupies multiprocessors of the receiver until the
+                # bytes arrive, and would slow down the receiver's computation. The receiver starts
+                # this kernel when it has the header, so the header is sent only when the bytes
                 # exist.
                 streams.wait_for_event(after)
             staged = payload if self._direct else link.stream.to_host(payload, after)
@@ -311,7 +316,8 @@ class Transport:
                 self.bytes_sent += size
             else:
                 self.bytes_received += size
-        # Transfers of other channels are part of the times of steps and decodes.
+        # Transfers on other channels are not reported, because steps and decodes include their
+        # time.
         if ends[1] != _HELLO_CLIP and link.channel == "clips":
             end = time.monotonic()
             self.on_transfer(Transfer(*ends, size, end - begun, waited, end))
@@ -319,7 +325,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class PendingPacket:
-    """Packet that is being received."""
+    """Packet that is being received in the background."""
 
     _future: Future[tuple[PacketMetadata, torch.Tensor]]
     _monotonic_ahead: float
@@ -327,18 +333,18 @@ class PendingPacket:
     _rank: int
 
     def wait(self, whole: Callable[[Mapping[str, torch.Tensor]], Specs] | None = None) -> Packet:
-        """Wait for the packet. May be called once.
+        """Wait for the packet, and return it. This method can be called only once.
 
         Args:
-            whole: Function that gets the packet's tensors, one of which names the others, and
-                returns the specs that all tensors must have. It is not called for a tombstone.
-                None: only the `known` tensors of `post_receive` are compared.
+            whole: Function that gets the packet's tensors (including the structure, which lists all
+                tensors) and returns the specs that all tensors must have. It is not called for a
+                tombstone. None: only the `known` tensors of `post_receive` are compared.
 
         Returns:
             Packet, whose tensors the current stream may use.
 
         Raises:
-            MismatchError: The packet is not the expected one.
+            MismatchError: The packet is not the expected packet.
             TransportError: The packet could not be received.
         """
         metadata, payload = self._future.result()
@@ -352,10 +358,10 @@ class PendingPacket:
 
 
 class _Link:
-    """Link to one neighbour, in one direction and channel, with a thread and a stream.
+    """Link to one neighbour for one direction and channel, with its own thread and stream.
 
-    A link stays closed after a failure: the next message would not be the expected one either, and
-    gloo aborts a process that receives a payload instead of a header.
+    A link cannot be used after a failure, because the next message could be the rest of the failed
+    packet, and gloo aborts a process that receives a payload instead of a header.
     """
 
     def __init__(
@@ -400,7 +406,7 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """Return description and details of a transfer, for its errors."""
+    """Return description and details of a transfer, for error messages."""
     direction, clip, step, peer = ends
     details = {"clip": clip, "step": step}
     if direction == "send":
@@ -412,20 +418,21 @@ def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a RuntimeError of the backend into an error that names the failed transfer.
+    """Turn a RuntimeError of gloo or NCCL into an error that names the failed transfer.
 
-    A lack of memory or an error of the GPU is a failure of this rank. For a `BrokenLinkError`, the
-    parent may find the cause in another rank.
+    An out-of-memory error or a GPU error is a failure of this rank. A `BrokenLinkError` is often
+    caused by another rank, which the parent then finds.
 
     Args:
-        attempt: Description of the transfer, after "could not".
-        details: Details of the transfer, which are added to those of the error; None: none.
+        attempt: Description of the transfer, as the end of a sentence that begins with "could not".
+        details: Details of the transfer, which are added to the details of the error; None: no
+            details are added.
 
     Raises:
         OutOfMemoryError: The backend reports that memory ran out.
         DeviceError: The GPU failed.
         BrokenLinkError: The backend raised any other RuntimeError.
-        TransportError: The block raised a TransportError, whose type is kept.
+        TransportError: The block raised a TransportError. The raised error has the same type.
     """
     try:
         yield
@@ -444,7 +451,7 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
     if is_out_of_memory(error):
         return OutOfMemoryError(
             f"out of memory{' in NCCL' if cuda else ''}: could not {attempt}",
-            "fewer frames, a smaller `height` and `width`, or `memory_opt` need less",
+            "fewer frames, a smaller `height` and `width`, or `memory_opt` need less memory",
             details={**details, **memory_details(error)},
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):
@@ -453,7 +460,7 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
             details=details,
         )
-    _, _, last = text.partition("Last error:")  # part of NCCL's messages
+    _, _, last = text.partition("Last error:")  # NCCL's messages end with this text
     cause = f" (last error: {first_line(last)})" if last else ""
     details["cause"] += cause
     message = f"could not {attempt}: {first_line(error)}{cause}"

@@ -1,6 +1,6 @@
 """Configuration of a run: frozen dataclasses that validate themselves.
 
-Their `__post_init__` rejects values that cannot run or exceed `config.limits`, before any work.
+`__post_init__` of each class rejects values that cannot run, or that exceed `config.limits`.
 """
 
 from svdpp.config.added_files import AddedFile, Denoiser, parse_denoiser

@@ -1,4 +1,4 @@
-"""Files of weights that are added to a checkpoint, as they are asked for."""
+"""Requested weight files beside a checkpoint: base class of LoRAs, and GGUF denoisers."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from typing import ClassVar, Literal
 
 from svdpp.config.limits import check_type, require
 
-#: One of two experts: that of the steps with high noise, which come first, or with low noise.
+#: One of two denoisers that divide the steps: `high` runs the first steps, which have high noise,
+#: and `low` runs the later steps.
 Expert = Literal["high", "low"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AddedFile:
-    """File of weights beside those of the checkpoint."""
+    """Requested file with weights that are not part of the checkpoint."""
 
     config_field: ClassVar[str]
-    """Field of `ModelConfig` with files of this kind."""
+    """Name of the field of `ModelConfig` that lists files of this class."""
     noun: ClassVar[str]
-    """Name of the kind for users."""
+    """Word for such a file in messages, such as LoRA."""
     suffix: ClassVar[str]
-    """End of the files' names."""
+    """Suffix that the file's name must have, such as `.gguf`."""
 
     name: str
-    """Path of a file, or `OWNER/NAME/PATH` of one on the hub."""
+    """Path of a local file, or `OWNER/NAME/PATH` of a file on the hub."""
     expert: Expert | None = None
-    """Expert that the file is for; None: the model has one denoiser."""
+    """Expert whose weights the file changes or replaces; None: the model has only one denoiser."""
     revision: str | None = None
     """Branch, tag or commit of a file on the hub; None: its main branch."""
     sha256: str | None = None
-    """SHA-256 that the file must have; None: any."""
+    """SHA-256, in hex, that the file must have; None: the content is not checked."""
 
     def __post_init__(self) -> None:
         check_type(self.config_field, self.name, str)
@@ -39,22 +40,22 @@ class AddedFile:
 
     @property
     def part(self) -> str:
-        """Name of the denoiser that the file is for."""
+        """Component name of the denoiser whose weights the file changes or replaces."""
         return "transformer_2" if self.expert == "low" else "transformer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoiser(AddedFile):
-    """Quantised denoiser in a GGUF file, which takes the place of the checkpoint's own."""
+    """Quantised denoiser in a GGUF file, which replaces a denoiser of the checkpoint."""
 
     config_field, noun, suffix = "denoisers", "denoiser", ".gguf"
 
 
 def parse_denoiser(text: str) -> Denoiser:
-    """Parse a denoiser as a user gives it.
+    """Parse a GGUF denoiser in the form of the command line.
 
     Args:
-        text: Text `FILE.gguf[:high|:low]`.
+        text: Text of the form `FILE.gguf[:high|:low]`.
     """
     for expert in ("high", "low"):
         if text.endswith(f":{expert}"):

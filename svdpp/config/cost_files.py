@@ -1,4 +1,4 @@
-"""Costs by name: those of a preset, of a costs file, or of an earlier run."""
+"""Reading of cost models: a preset by name, a costs file, or the `run.json` of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from svdpp.config.limits import read_small_file, require
 from svdpp.errors import InputError
 from svdpp.plan.costs import PRESETS, CostModel
 
-# Largest size of a file: a run's manifest, which holds measured costs, grows with its clips.
+# Largest size of a costs file in bytes. It is large because the `run.json` of a run, which contains
+# measured costs, grows with the number of clips.
 _COSTS_BYTES = 2**26
 
 
 def find_costs(name_or_path: str) -> CostModel:
-    """Return the costs of a preset, or else those in a file.
+    """Return the cost model of a preset, or of a file if no preset has the name.
 
     Raises:
-        RequestError: No preset and no file has the name, or the run of the file has measured
-            nothing.
+        RequestError: No preset and no file has the name, or the file is the `run.json` of a run
+            that measured no costs.
         InputError: The file cannot be read, or holds no costs.
     """
     if name_or_path in PRESETS:
@@ -33,10 +34,10 @@ def find_costs(name_or_path: str) -> CostModel:
 
 
 def read_costs(path: str | Path) -> CostModel:
-    """Read the costs in a costs file, or the measured costs in the `run.json` of a run.
+    """Read the cost model in a costs file, or the measured costs in the `run.json` of a run.
 
     Raises:
-        RequestError: The run has measured no costs.
+        RequestError: The file is the `run.json` of a run that measured no costs.
         InputError: The file cannot be read, is not JSON, or holds no costs.
     """
     try:

@@ -1,4 +1,4 @@
-"""Models that come with svdpp for trying it on a CPU, by name."""
+"""Small demo models that are included in svdpp, to try it on a CPU without a download."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ _COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "white", "blac
 
 @dataclass(frozen=True, kw_only=True)
 class DemoModel:
-    """A small trained checkpoint in `svdpp/assets`, whose README tells its origin and its limits.
+    """Small trained checkpoint in `svdpp/assets`. A README in its folder states origin and limits.
 
-    A demo is a toy that shows how svdpp works, not a small version of a real model.
+    A demo model shows how svdpp works; it is not a small version of a real model.
     """
 
     folder: str
-    """Name of its folder in `svdpp/assets`."""
+    """Name of the model's folder in `svdpp/assets`."""
     title: str
-    """Clips that it makes, in a few words."""
+    """Short description of the clips that the model makes."""
     license: str
-    """License of its weights, as an SPDX identifier."""
+    """License of the weights, as an SPDX identifier."""
     sampling: Mapping[str, Any]
-    """Defaults of its sampling parameters where they differ from diffusers'."""
+    """Default values of those sampling parameters whose defaults differ from diffusers'."""
     prompt: str | None = None
-    """Prompt that it can follow; None: it takes no prompt."""
+    """Example of a prompt that the model understands; None: the model takes no prompt."""
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Words of prompts that it knows, by what they say; empty: it takes no prompt."""
+    """Words that the model understands in prompts, by topic, such as `colours`; empty: the model
+    takes no prompt."""
 
 
-#: The demos by the names that `--model` takes.
+#: All demo models, by the names that `--model` takes.
 DEMO_MODELS: Mapping[str, DemoModel] = {
     "demo": DemoModel(
         folder="demo-model",

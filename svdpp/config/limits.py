@@ -1,7 +1,7 @@
-"""Upper limits of requests, which docs/security.md lists, and functions that check values.
+"""Upper limits of values in requests, and functions that check values.
 
-The limits are far above any use of video diffusion. They reject hostile or mistyped requests before
-any work. The ranges of sampling parameters are in `config.sampling`.
+The limits are far above any use of video diffusion, so they reject only hostile or mistyped
+requests. docs/security.md lists them. The ranges of sampling parameters are in `config.sampling`.
 """
 
 from __future__ import annotations
@@ -14,39 +14,40 @@ from typing import Any
 
 from svdpp.errors import InputError, RequestError
 
-#: Most denoising steps. Models were trained with 1000 noise levels, so more steps gain nothing.
+#: Largest number of denoising steps. Models are trained with 1000 noise levels, so more steps do
+#: not improve a clip.
 MAX_STEPS = 1000
-#: Largest seed. torch.Generator.manual_seed takes 64 bits, and maps negative seeds to positive
-#: ones.
+#: Largest seed. `torch.Generator.manual_seed` takes 64 bits, and maps negative seeds to positive
+#: seeds.
 MAX_SEED = 2**63 - 1
 MAX_FRAMES = 1024
 #: Largest height and width of a frame, in pixels.
 MAX_SIDE = 4096
 #: Largest product of height, width and number of frames; enough for 25 frames of 4096 x 2304.
 MAX_CLIP_PIXELS = 2**28
-#: Largest absolute weight of a LoRA; usual are 0.5 to 1.
+#: Largest absolute weight of a LoRA; usual weights are 0.5 to 1.
 MAX_LORA_WEIGHT = 100.0
-#: LoRAs of a model, and of a clip besides those; usual are one or two, of two experts twice that.
+#: Largest number of LoRAs of a model, and largest number of further LoRAs of one clip.
 MAX_LORAS = 16
 MAX_PROMPT_CHARACTERS = 20_000
 #: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50
-#: Size of an image, in millions of pixels, above which smaller ones are scheduled before it.
+#: Size of an image, in millions of pixels, above which clips of smaller images are scheduled first.
 LARGE_MEGAPIXELS = 4
-#: Most clips of one run: number of inputs times number of seeds.
+#: Largest number of clips of one run, which is the number of inputs times the number of seeds.
 MAX_CLIPS = 100_000
-#: Largest size of a jobs file in bytes: 1000 for each of `MAX_CLIPS` lines.
+#: Largest size of a jobs file in bytes: `MAX_CLIPS` lines of 1000 bytes.
 JOBS_FILE_BYTES = 100_000_000
-#: Most threads of a rank for each core. More than 1, so that `verify` can reproduce the bits of a
-#: clip from a machine with more cores.
+#: Largest number of threads of a rank for each core of the machine. It is above 1 so that `verify`
+#: can reproduce a clip that was made on a machine with more cores.
 MAX_THREADS_PER_CORE = 16
-#: Most elements of the dummy model's latent.
+#: Largest number of elements of a latent.
 MAX_LATENT_ELEMENTS = 2**28
-#: Most seconds of a timeout: a week, which is also the timeout of the process group.
+#: Largest timeout in seconds: one week, which is also the timeout of torch's process groups.
 MAX_TIMEOUT_SECONDS = 7 * 24 * 3600.0
-#: Largest N of `cuda:N`.
+#: Largest N in a device name `cuda:N`.
 MAX_CUDA_INDEX = 1023
-#: Default limit of the size of a small file.
+#: Default limit of `read_small_file`, in bytes.
 SMALL_FILE_BYTES = 1_000_000
 
 
@@ -79,13 +80,14 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
         value: Value of any type.
         low: Smallest value that is allowed.
         high: Largest value that is allowed.
-        where: Text after the limits in the message; "": none.
+        where: Text that follows the limits in the message, such as " on this machine"; may be
+            empty.
 
     Raises:
         RequestError: The value is not an int, or out of range.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_whole and low <= value <= high):  # the message takes long, for 100,000 clips
+    if not (is_whole and low <= value <= high):  # a message for each of 100,000 clips takes long
         what = "" if is_whole else "a whole number, "
         raise RequestError(
             f"`{name}` must be {what}{low} to {high}{where}, got {shown(value)}",
@@ -133,7 +135,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
 
 
 def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
-    """Check that a value is one of several.
+    """Check that a value is one of the allowed values.
 
     Args:
         name: Name of the field.
@@ -141,7 +143,7 @@ def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
         known: Values that are allowed.
 
     Raises:
-        RequestError: The value is none of these.
+        RequestError: The value is not one of `known`.
     """
     if value not in known:
         raise RequestError(
@@ -155,12 +157,12 @@ def is_number(value: Any) -> bool:
     try:
         is_real = isinstance(value, int | float) and not isinstance(value, bool)
         return is_real and math.isfinite(value)
-    except OverflowError:  # an int too large for a float
+    except OverflowError:  # an int is too large for a float
         return False
 
 
 def detail_value(value: Any) -> Any:
-    """Return `value` for details: numbers, bools and None unchanged, all else as text."""
+    """Return `value` for an error's `details`: text, unless it is a number, bool or None."""
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)
 
@@ -175,12 +177,12 @@ def shown(value: Any) -> str:
 
 
 def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """Read a regular file; reject pipes and devices, whose reads could block.
+    """Read a regular file. Pipes and devices are rejected, because reading them could block.
 
     Args:
         path: Path of the file.
-        what: Kind of the file, for messages.
-        max_bytes: Largest size that is read.
+        what: Word for the file in messages, such as "costs file".
+        max_bytes: Largest allowed size of the file, in bytes.
 
     Raises:
         InputError: The file is missing, not a regular file, too large, or cannot be read.

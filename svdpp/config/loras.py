@@ -1,4 +1,4 @@
-"""LoRAs as they are asked for, on the command line, in a file of jobs or by HTTP."""
+"""Requested LoRAs: their fields, and parsing from the command line, jobs files and HTTP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from svdpp.errors import RequestError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(AddedFile):
-    """LoRA, and the weight with which it is added to the denoiser."""
+    """Requested LoRA, and the weight with which the LoRA is added to the denoiser."""
 
     config_field, noun, suffix = "loras", "LoRA", ".safetensors"
 
@@ -42,7 +42,7 @@ class Lora(AddedFile):
 
     @property
     def source(self) -> Lora:
-        """The same LoRA with weight 1: equal for clips that differ only in the weight."""
+        """Copy of this LoRA with weight 1; equal for LoRAs that differ only in the weight."""
         return replace(self, weight=1.0)
 
 
@@ -50,20 +50,20 @@ _LORA = re.compile(
     r"(?P<name>.+?)(:(?P<weight>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?))?(:(?P<expert>high|low))?"
 )
 _EXPERTS = ("high", "low")
-#: Fields of an object; `weight` is another word for `scale`.
+#: Keys of a LoRA as a JSON object; `weight` is a synonym of `scale`.
 _FIELDS = ("name", "scale", "weight", "expert")
 
 
 def parse_loras(value: object) -> tuple[Lora, ...]:
-    """Parse LoRAs as a user gives them.
+    """Parse one or more LoRAs from a text, an object or a list.
 
     Args:
-        value: Text `FILE[:WEIGHT][:high|:low]`; an object with `name` and, if they differ from 1
-            and none, `scale` (or `weight`) and `expert`; a list of both, each also as JSON; or
-            None for none.
+        value: LoRAs in one of these forms: text `FILE[:WEIGHT][:high|:low]`; an object with the key
+            `name` and optionally `scale` (or `weight`, default 1) and `expert`; a list of texts and
+            objects; JSON text of an object or a list; or None for no LoRAs.
 
     Raises:
-        RequestError: The value is none of these, or a weight is out of range.
+        RequestError: The value has none of these forms, or a weight is out of range.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -89,15 +89,15 @@ def _parse_lora(value: object) -> Lora:
     form = "write FILE:0.8, or an object with name and scale"
     if not isinstance(value, dict):
         details = {"value": detail_value(value)}
-        raise RequestError(f"`loras` {shown(value)} is no LoRA", form, details=details)
+        raise RequestError(f"`loras` {shown(value)} is not a LoRA", form, details=details)
     for name in value:
         if name not in _FIELDS:
             hint = nearest(str(name), _FIELDS, f"known are {', '.join(_FIELDS)}")
             wrong = f"`loras` has no field {shown(name)}"
             raise RequestError(wrong, hint, details={"name": shown(name), "known": list(_FIELDS)})
     require("name" in value, "a LoRA of `loras` has no name", form)
-    both = "scale and weight of a LoRA are one thing"
-    require(not ("scale" in value and "weight" in value), both, "leave one out")
+    both = "a LoRA has both scale and weight, which mean the same"
+    require(not ("scale" in value and "weight" in value), both, "leave one of them out")
     expert = value.get("expert")
     wrong = f"the expert of `loras` must be high or low, got {shown(expert)}"
     require(expert in (None, *_EXPERTS), wrong, known=list(_EXPERTS))
@@ -115,10 +115,10 @@ def _parse_text(text: str) -> Lora:
 
 
 def ordered_by_loras(loras: Iterable[tuple[Lora, ...]]) -> list[int]:
-    """Return the indices of clips so that those with equal LoRAs follow each other.
+    """Return the indices of clips, ordered so that clips with equal LoRAs follow each other.
 
-    Ranks then switch LoRAs once for each set. Sets come in the order of their first clips, and
-    clips of one set keep theirs.
+    In this order, ranks switch LoRAs only once for each set of LoRAs. The sets are in the order of
+    their first clips. The order of clips with the same set does not change.
 
     Args:
         loras: LoRAs of each clip.

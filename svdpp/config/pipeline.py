@@ -1,4 +1,4 @@
-"""Configuration of a pipeline, requests of clips, and the hashes that identify clips."""
+"""Configuration of a pipeline, requests for clips, and the hashes that identify clips."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _LOW_MEMORY_CHUNK = 2
 
 
 def amp_error() -> RequestError:
-    """Return the error that refuses automatic mixed precision, with the reason."""
+    """Return the error for a request of automatic mixed precision, which svdpp does not support."""
     return RequestError(
         "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
         "scales the loss; here its autocast would choose a dtype for each kernel, and no script of "
@@ -69,9 +69,9 @@ def amp_error() -> RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype of a clip's latent, which the receiver of a packet expects.
+    """Shape and dtype that the receiver of a packet expects of the clip's latent.
 
-    They depend on sampling parameters and step; see `EngineModel.latent_spec`.
+    Both depend on the sampling parameters and on the step; see `EngineModel.latent_spec`.
 
     Raises:
         RequestError: The shape has another number of axes than `dims`, a size below 1, or more
@@ -79,7 +79,7 @@ class LatentSpec:
     """
 
     shape: tuple[int, ...]
-    """Size of each axis, in the order of `dims`."""
+    """Size of each axis, in the order of the letters of `dims`."""
     dtype: Dtype = "fp32"
     dims: str = "BCFHW"
     """Axes, one letter each: B (batch), C (channels), F (frames), H, W, and N for all positions of
@@ -101,39 +101,41 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Model, and how it is loaded."""
+    """Choice of a model and of the way to load it."""
 
     name: str = DEFAULT_MODEL
-    """Hub id, folder in diffusers' format, one of `DEMO_MODELS`, or `dummy` (a small random
-    Conv3d)."""
+    """Model to load: a hub id, a folder in diffusers' format, the name of a demo model, or `dummy`
+    (a small Conv3d with random weights)."""
     family: str | None = None
-    """Family that runs the checkpoint, if several can; None: that of its own pipeline."""
+    """Family that runs the checkpoint, if several families can; None: the family of the pipeline
+    class in `model_index.json`."""
     revision: str | None = None
-    """Branch, tag or commit of a hub model; None: its main branch."""
+    """Branch, tag or commit of a hub model; None: the main branch."""
     variant: str | None = None
     """Variant of the weight files, such as fp16; None: the plain files."""
     local_files_only: bool = False
-    """Whether nothing is downloaded."""
+    """Whether only files on this machine are used, so that nothing is downloaded."""
     dtype: Dtype = "fp32"
     memory_opt: bool = False
-    """Whether the UNet splits feed-forward layers into chunks, which needs less memory, is slower,
-    and changes the bits."""
+    """Whether the UNet runs its feed-forward layers in chunks. This needs less memory, is slower,
+    and changes the bits of clips."""
     channels_last: bool = False
-    """Whether UNet and VAE have the memory format channels_last, which changes the bits."""
+    """Whether UNet and VAE use the memory format channels_last, which changes the bits of clips."""
     loras: tuple[Lora, ...] = ()
-    """LoRAs of all clips, which are added to the denoiser in this order."""
+    """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
-    """LoRAs that some clips have besides: checked and counted as memory before the ranks start.
-
-    Their weights do not matter. A request may have others, which are checked when it is submitted.
-    """
+    """Further LoRAs that single clips use. Before the ranks start, these files are checked and
+    their memory is counted. The field `weight` of these LoRAs is ignored. A request may also name
+    LoRAs that are not listed here; these are checked when the request is submitted."""
     denoisers: tuple[Denoiser, ...] = ()
-    """Denoisers in place of the checkpoint's own one, or of its two experts."""
+    """GGUF denoisers that replace the denoiser of the checkpoint, or one or both of two experts."""
     dummy_latent_shape: tuple[int, ...] | None = None
-    """Shape (B, C, F, H, W) of the dummy model's latent. None: that of SVD at 512 pixels, or a tiny
-    one if the dummy sleeps, because its computation must fit in the sleep."""
+    """Shape (B, C, F, H, W) of the dummy model's latent. None: the shape of SVD's latent at 512
+    pixels; if `dummy_sleeps`, a tiny shape, because the computation must be shorter than the
+    sleep."""
     dummy_sleeps: bool = False
-    """Whether the dummy model sleeps for the seconds of the pipeline's costs, and also decodes."""
+    """Whether the dummy model sleeps in each action as long as the pipeline's `costs` say, and also
+    decodes clips."""
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
@@ -171,12 +173,12 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether a model is known to be SVD's without reading its files (or is the dummy)."""
+    """Whether the model is SVD's default or demo model, or the dummy, so no files must be read."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """Return a model's defaults that differ from diffusers'; empty except for demo models."""
+    """Return a demo model's default values that differ from diffusers'; empty for other models."""
     return DEMO_MODELS[model_name].sampling if model_name in DEMO_MODELS else {}
 
 
@@ -189,15 +191,15 @@ def sampling_of_model(
     has_last_image: bool = False,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
+    """Return sampling parameters with the given values; the model's or diffusers' defaults else.
 
     Args:
         model_name: Name of the model.
         family: Family of the model.
-        values: Parameters by the names of their fields; None: not given.
+        values: Values by field name; a value of None counts as not given.
         from_image: Whether clips start from an image, if the family also makes clips from text.
         has_last_image: Whether clips also end at an image.
-        memory_opt: Whether to decode few frames at once, unless `decode_chunk_size` is given.
+        memory_opt: Whether to decode two frames at once, unless `decode_chunk_size` is given.
 
     Raises:
         RequestError: The family lacks a parameter, or a value is out of range.
@@ -225,10 +227,10 @@ def sampling_of_model(
 
 
 def _with_old_names(kind: type[_Config]) -> type[_Config]:
-    """Add the fields of `parallel` to a class, as deprecated arguments and as attributes.
+    """Add the fields of `ParallelConfig` to a class, as deprecated arguments and as attributes.
 
-    Until 0.3 these were fields of `PipelineConfig`, by the names of their options. They will be
-    removed with the next version.
+    Until svdpp 0.3, `PipelineConfig` itself had these fields, named as the options of the command
+    line. The deprecated arguments will be removed with the next version.
     """
     new_init: Any = kind.__init__
     old_names = {option.name: name for name, option in layout_options().items()}
@@ -251,42 +253,46 @@ def _with_old_names(kind: type[_Config]) -> type[_Config]:
 @_with_old_names
 @dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
-    """Configuration of a pipeline: model, sampling parameters, and ranks that share the steps."""
+    """Configuration of a pipeline: model, sampling parameters, and the ranks that run it."""
 
     world_size: int
-    """Number of ranks W."""
+    """Number of ranks (processes with one device each) that run the model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     sampling: SamplingConfig = field(default_factory=SvdSampling)
     device: str = "cpu"
-    """`cpu`, `cuda` (rank r on cuda:r), or one device for all ranks, such as `cuda:0`."""
+    """Device of the ranks: `cpu`, `cuda` (rank r runs on cuda:r), or one device for all ranks, such
+    as `cuda:0`."""
     num_threads: int = 1
-    """Number of intra-op threads of each CPU rank and of the reference; the bits depend on it."""
+    """Number of intra-op threads of each rank on a CPU and of the reference. The bits of clips
+    depend on this number."""
     timeout_seconds: float = 600.0
-    """Seconds without progress after which a rank counts as stalled, and the run ends."""
+    """Seconds without progress after which a rank counts as stalled, and the run is aborted."""
     start_timeout_seconds: float = 600.0
-    """Seconds within which the ranks must load their model and join."""
+    """Seconds within which all ranks must load the model and join the process group."""
     heartbeat_timeout_seconds: float = 15.0
     """Seconds without a heartbeat after which a rank counts as stalled."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Choices of the layout: how the ranks share the work."""
+    """Way in which the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model for splits other than `uniform`."""
+    """Cost model by which splits other than `uniform` divide the steps."""
     expert_boundary: int | None = None
-    """Number of steps of the first of two experts, which is set when the configuration is resolved;
-    None: not known yet, or the model has one denoiser."""
+    """Number of steps that the high-noise expert runs, which is set when the configuration is
+    resolved. None: not resolved yet, or the model has only one denoiser."""
     checksum: bool = False
-    """Whether packets have a CRC-32 of their payload."""
+    """Whether packets between ranks contain a CRC-32 of the payload, which the receiver checks."""
     deterministic: bool = False
-    """Whether ranks and reference use torch's deterministic algorithms; False: torch's defaults."""
+    """Whether ranks and the reference use torch's deterministic algorithms; False: torch's default
+    algorithms."""
     allow_mixed_devices: bool = False
-    """Whether ranks may differ in conditions on which bits depend; clips are then not exact."""
+    """Whether ranks may run on different kinds of devices or libraries. Clips are then not bitwise
+    equal to a run on one device."""
 
     def __post_init__(self) -> None:
         check_int("world_size", self.world_size, 1, MAX_RANKS)
-        self.layout  # noqa: B018  checks the ranks against the steps
+        self.layout  # noqa: B018  checks that the ranks can divide the steps
         check_int("num_threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
-        # Both ranks of a pair must have the same bits.
+        # The two ranks of a pair must compute the same bits, so they need equal devices.
         wrong = "`cfg_parallel` 2 cannot be used with `allow_mixed_devices`"
         pair = self.parallel.cfg_parallel_size
         require(not (pair > 1 and self.allow_mixed_devices), wrong, cfg_parallel=pair)
@@ -300,8 +306,9 @@ class PipelineConfig:
         check_seconds("heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
 
     def _check_rounded_guidance(self) -> None:
-        # diffusers decides about guidance twice: by a Python number in the encode, and by a tensor
-        # of the model's dtype in the loop. The two would differ for a maximum that rounds to 1.
+        # diffusers decides twice whether guidance is on: in the encode by a Python number, and in
+        # the loop by a tensor of the model's dtype. The two decisions would differ for a
+        # `max_guidance_scale` that rounds to 1 in this dtype.
         dtype, highest = self.model.dtype, getattr(self.sampling, "max_guidance_scale", 0)
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[dtype]
         require(
@@ -315,7 +322,7 @@ class PipelineConfig:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the ranks, which determines the route of each clip.
+        """Layout of the ranks, which determines which rank runs which steps of a clip.
 
         Raises:
             RequestError: The ranks do not divide the steps, or the fields contradict each other.
@@ -332,35 +339,36 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of frames of each chunk that is decoded at once; empty: not known yet."""
+        """Number of frames of each chunk of a decode; empty until the configuration is resolved."""
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
 
     @property
     def decodes(self) -> bool:
-        """Whether clips are decoded to frames; the dummy model does so only if it sleeps."""
+        """Whether clips are decoded to frames; the dummy model decodes only if `dummy_sleeps`."""
         return not self.model.is_dummy or self.model.dummy_sleeps
 
     def single_rank(self) -> PipelineConfig:
-        """Return this configuration with one rank."""
+        """Return a copy of this configuration for one rank."""
         return replace(self, world_size=1, parallel=ParallelConfig(), costs=CostModel())
 
     def data_parallel(self) -> PipelineConfig:
-        """Return this configuration with whole clips on each rank."""
+        """Return a copy of this configuration in which each rank makes whole clips."""
         return replace(self, parallel=ParallelConfig(data_parallel_size=self.world_size))
 
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
-#: Name of a clip's image, or of the video that replaces it, among its files.
+#: Name of a clip's input image (or input video, for video-to-video families) among the input files.
 IMAGE = "image"
-#: Name of the image at which a clip ends; also of its argument of most pipelines.
+#: Name of the image at which a clip ends, among the input files; most pipelines have an argument of
+#: this name.
 LAST_IMAGE = "last_image"
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """Path and encoding of a clip's file."""
+    """Path and encoding of the file to which a clip is written."""
 
     path: str
     format: VideoFormat = "mp4"
@@ -374,17 +382,18 @@ class OutputConfig:
 
     @property
     def json_path(self) -> str:
-        """Path of the clip's JSON, which differs between the formats of a clip."""
+        """Path of the JSON file with the clip's metadata, next to the clip's file."""
         return f"{self.path}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipRequest:
-    """Request of one clip. The dummy model uses only the seed."""
+    """Request for one clip. The dummy model uses only the seed."""
 
     seed: int
     image: str | None = None
-    """Path of the image, or of the video that replaces it; None: the clip starts from text."""
+    """Path of the input image, or of the input video for video-to-video families; None: the clip is
+    made from text alone."""
     last_image: str | None = None
     """Path of the image at which the clip ends, for families that take one."""
     prompt: str | None = None
@@ -392,24 +401,28 @@ class ClipRequest:
     negative_prompt: str | None = None
     """Negative prompt; None: diffusers' default, which is empty."""
     image_sha256: str | None = None
-    """SHA-256 of the image in hex, when it was checked; None: not checked."""
+    """SHA-256 of the input image in hex, computed when the image was checked; None: not checked
+    yet."""
     last_image_sha256: str | None = None
-    """SHA-256 of the last image in hex, when it was checked; None: not checked."""
+    """SHA-256 of the last image in hex, computed when the image was checked; None: not checked
+    yet."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of these videos in hex, by name, when they were checked."""
+    """SHA-256 of each further video in hex, by name, computed when the videos were checked."""
     loras: tuple[Lora, ...] = ()
     """LoRAs of this clip alone, which are added to the denoiser after those of the model."""
     output: OutputConfig | None = None
-    """File of the clip; None: no file is written, and the result has only the hashes."""
+    """Path and encoding of the clip's file; None: no file is written, and the result has only
+    hashes of the clip."""
     latents_key: str | None = None
-    """Name of the latent checkpoints: SHA-256, in hex, of all that the latent's bits depend on;
-    None: none are written."""
+    """Name of the clip's latent checkpoints: SHA-256, in hex, of everything on which the bits of
+    the latent depend. None: no latent checkpoints are written."""
     sampling: SamplingConfig | None = None
-    """Sampling parameters of this clip; None: those of the pipeline."""
+    """Sampling parameters of this clip; None: the sampling parameters of the pipeline."""
     done_steps: int = 0
-    """Number of steps in the latent checkpoint that the clip resumes from; 0: none."""
+    """Number of finished steps in the latent checkpoint from which the clip resumes; 0: the clip
+    starts from the beginning."""
 
     def __post_init__(self) -> None:
         check_int("seed", self.seed, 0, MAX_SEED)
@@ -444,8 +457,8 @@ def check_prompt(name: str, text: object) -> None:
         text: Value of the field.
 
     Raises:
-        RequestError: The prompt is not a text, too long, or not Unicode: Python turns bytes of an
-            argument that are invalid in the locale's encoding into lone surrogates.
+        RequestError: The prompt is not a text, is too long, contains a NUL, or contains lone
+            surrogates, to which Python converts bytes that are invalid in the locale's encoding.
     """
     check_type(name, text, str, type(None))
     if text is None:
@@ -462,8 +475,8 @@ def check_prompt(name: str, text: object) -> None:
     )
 
 
-#: Fields of a clip's JSON on which the bits of its latent depend, besides sampling parameters and
-#: prompts. The number of ranks and the split are not among them.
+#: Fields of a clip's JSON, besides sampling parameters and prompts, on which the bits of the latent
+#: depend. The number of ranks and the split do not change the bits.
 _LATENT_IDENTITY = (
     *("input_sha256", "seed", "model", "revision", "weights_fingerprint", "variant", "dtype"),
     *("memory_opt", "channels_last", "device", "num_threads", "deterministic"),
@@ -471,7 +484,7 @@ _LATENT_IDENTITY = (
 
 
 def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the fields that identify a clip: equal values mean equal clips.
+    """Return the names of the metadata fields that identify a clip: equal values mean equal clips.
 
     Args:
         metadata: JSON of a clip.
@@ -481,13 +494,14 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     family = metadata["family"]
-    # Pairs that divide a batch of two may round differently. Mixed devices have no pairs.
+    # Pairs of ranks that divide a batch of two may round differently than one rank. Clips from
+    # mixed devices are also unproven, but cannot have pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    # Clips of svdpp 0.3 have none of these.
+    # The JSON of clips of svdpp 0.3 has none of these fields.
     optional = ("lora", "denoiser", "last_image_sha256")
     added = tuple(name for name in optional if name in metadata)
-    if family == "svd":  # the family's name is not part of it: clips of svdpp 0.3 have none
+    if family == "svd":  # without `family`, which the JSON of svdpp 0.3 lacks
         return (*common, *sampling_fields(family))
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")
@@ -496,7 +510,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def configuration_fields() -> frozenset[str]:
-    """Return the names of all fields of configurations, as errors name them in backticks."""
+    """Return the names of all configuration fields. Error messages put these names in backticks."""
     kinds: tuple[Any, ...] = (
         *(PipelineConfig, ModelConfig, CostModel, ClipRequest, OutputConfig, Tolerance),
         *SAMPLING_CLASSES.values(),
@@ -507,9 +521,9 @@ def configuration_fields() -> frozenset[str]:
 
 @cache
 def sampling_fields(family: str) -> tuple[str, ...]:
-    """Return the names of a family's sampling parameters that a clip's JSON has.
+    """Return the names of a family's sampling parameters that are fields of a clip's JSON.
 
-    Whether the clip has a last image is told by that image's hash.
+    `has_last_image` is not such a field, because the hash of the last image tells the same.
     """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     return tuple(name for name in names if name not in ("family", "has_last_image"))
@@ -525,7 +539,7 @@ def parameters_sha256(metadata: Mapping[str, Any]) -> str:
 
 
 def latents_key(metadata: Mapping[str, Any], weights: object) -> str:
-    """Return the key of a clip's latent checkpoints: 64 hex digits, equal for equal latents.
+    """Return the name of a clip's latent checkpoints: 64 hex digits, equal for equal latents.
 
     Args:
         metadata: JSON of the clip.

@@ -1,6 +1,6 @@
-"""Sampling parameters that families share, with their ranges and checks.
+"""Sampling parameters that families share, with ranges and checks.
 
-Each family has its own class, in its module of `config.families`.
+Each family defines a subclass with its own parameters, in a module of `config.families`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ DEFAULT_NUM_STEPS = 28
 
 @dataclass(frozen=True, kw_only=True)
 class Param:
-    """Numeric sampling parameter, from which checks, options, fields of requests and help follow.
+    """Numeric sampling parameter: range, type, names and help text.
 
-    `params_of` fills in `name` and `default`.
+    The checks, the options of the command line and the fields of HTTP requests are made from it.
+    `params_of` sets `name` and `default`.
     """
 
     highest: float
@@ -41,28 +42,30 @@ class Param:
     lowest: float = 0
     kind: type[int] | type[float] = float
     api: str = ""
-    """Name in HTTP requests and benchmarks; empty: `name`."""
+    """Name of the parameter in HTTP requests and benchmarks; empty: the same as `name`."""
     excludes_lowest: bool = False
-    """Whether the value must be above `lowest`."""
+    """Whether `lowest` itself is not allowed, so that the value must be above it."""
     shown_default: str = ""
-    """Default, in words, for the help; empty: the value itself."""
+    """Description of the default for the help text; empty: the help shows the value of
+    `default`."""
     name: str = ""
     default: Any = None
-    """Default of the family; None: that of the model, or of another parameter."""
+    """Default value in the family; None: the model's config or another parameter sets the
+    default."""
 
     @property
     def option(self) -> str:
-        """Option as users type it."""
+        """Command-line option of the parameter, such as `--steps` or `--param strength`."""
         is_shared = self.name in SHARED
         return f"--{self.field.replace('_', '-')}" if is_shared else f"--param {self.name}"
 
     @property
     def field(self) -> str:
-        """Name in HTTP requests and benchmarks."""
+        """Name of the parameter in HTTP requests and benchmarks."""
         return self.api or self.name
 
     def check(self, value: Any) -> None:
-        """Check a value of this parameter.
+        """Check that a value has this parameter's type and is in its range.
 
         Args:
             value: Value of any type; None is allowed if the default is None.
@@ -96,11 +99,11 @@ class Param:
         )
 
 
-#: Largest scale of classifier-free guidance; usual are 1 to 10.
+#: Largest scale of classifier-free guidance; usual scales are 1 to 10.
 MAX_GUIDANCE = 100.0
 
 
-#: Parameters that have their own option, by the name of their field.
+#: Sampling parameters with an option of their own on the command line, by field name.
 SHARED: Mapping[str, Param] = {
     "num_inference_steps": Param(
         lowest=1, highest=MAX_STEPS, kind=int, help="Denoising steps of each clip.", api="steps"
@@ -138,13 +141,13 @@ SHARED: Mapping[str, Param] = {
 
 
 def as_whole(number: float) -> float:
-    """Return a number as an int if it is whole, so that JSON shows it without a fraction."""
+    """Return a number as an int if it is whole, so that JSON shows `8` and not `8.0`."""
     return int(number) if float(number).is_integer() else number
 
 
 @cache
 def params_of(kind: Any) -> dict[str, Param]:
-    """Return the parameters of a sampling class, by the names of the fields."""
+    """Return the numeric parameters of a sampling class, by field name."""
     known = {**SHARED, **kind.own}
     params = {}
     for field in fields(kind):
@@ -154,12 +157,12 @@ def params_of(kind: Any) -> dict[str, Param]:
     return params
 
 
-#: Parameters that requests of clips name in another way, or not at all.
+#: Names of parameters that are not fields of HTTP requests under their own name.
 _NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
 
 def params_by_field(kind: Any) -> dict[str, Param]:
-    """Return the parameters of a sampling class by their names in requests of clips."""
+    """Return the numeric parameters of a sampling class, by their field names in HTTP requests."""
     params = params_of(kind)
     return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
 
@@ -170,33 +173,34 @@ def frames_of_seconds(seconds: float, fps: float, unit: int) -> int:
     Args:
         seconds: Duration of the clip.
         fps: Frames per second.
-        unit: The number of frames is a multiple of this number plus 1.
+        unit: Divisor of the number of frames minus 1, such as 4 for 1, 5, 9 and so on.
     """
     return max(1, round((seconds * fps - 1) / unit) * unit + 1)
 
 
 def extra_params(kind: Any) -> dict[str, Param]:
-    """Return the parameters that only the family has, by name."""
+    """Return the parameters of a sampling class that `PromptedSampling` lacks, by name."""
     others = params_of(PromptedSampling)
     return {name: param for name, param in params_of(kind).items() if name not in others}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSampling:
-    """Sampling parameters of all families; each family has its subclass."""
+    """Sampling parameters that all families have; each family has a subclass."""
 
-    #: Number of pixels of which height and width are multiples.
+    #: Number of pixels of which height and width must be multiples.
     side_unit: ClassVar[int] = 8
-    #: Number of which the number of frames is a multiple, plus 1.
+    #: Divisor of the number of frames minus 1, such as 4 for 1, 5, 9 and so on frames.
     frames_unit: ClassVar[int] = 1
-    #: Axes of the latent, one letter each: B, F (frames), C (channels), H, W; N: all positions.
+    #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
+    #: positions of all frames.
     latent_axes: ClassVar[str] = "BCFHW"
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
-    #: Further videos that each clip takes, by the argument of `__call__`, each with the side of its
-    #: square frames in pixels; None: its frames get the clip's size.
+    #: Further videos that each clip takes: by the argument of the pipeline's `__call__`, the side
+    #: in pixels to which square frames are resized. None: frames are resized to the clip's size.
     videos: ClassVar[Mapping[str, int | None]] = {}
-    #: Parameters that only the family has, by name.
+    #: Numeric parameters that only this family has, by name.
     own: ClassVar[Mapping[str, Param]] = {}
 
     family: str
@@ -204,13 +208,13 @@ class CommonSampling:
     height: int
     width: int
     num_frames: int | None = None
-    """Number of frames; None: that in the model's config."""
+    """Number of frames; None: the number in the model's config."""
     fps: float
-    """Frames per second; an int if it is whole, as in the JSON of clips."""
+    """Frames per second. A whole number is stored as an int, as in the JSON of clips."""
     decode_chunk_size: int | None = None
-    """Number of frames to decode at once; None: all."""
+    """Number of frames to decode at once; None: all frames."""
     fit: Fit = "stretch"
-    """Method by which an image of another shape is fitted to the frame."""
+    """Method of fitting an input image with another aspect ratio than the clip."""
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -219,7 +223,7 @@ class CommonSampling:
             value = getattr(self, name)
             param.check(value)
             if param.kind is float and value is not None:
-                object.__setattr__(self, name, float(value))  # an int would give another hash
+                object.__setattr__(self, name, float(value))  # 3 and 3.0 have different hashes
         object.__setattr__(self, "fps", as_whole(self.fps))
         check_choice("fit", self.fit, get_args(Fit))
         self._check_frames()
@@ -239,7 +243,7 @@ class CommonSampling:
 
     def _check_frames(self) -> None:
         unit, frames = self.frames_unit, self.num_frames or 1
-        below = (frames - 1) // unit * unit + 1  # diffusers would round other numbers
+        below = (frames - 1) // unit * unit + 1  # diffusers rounds other numbers
         require(
             frames == below,
             f"`num_frames` must be a multiple of {unit} plus 1, got {frames}",
@@ -252,10 +256,10 @@ class CommonSampling:
 
     @property
     def frames(self) -> int:
-        """Number of frames of a resolved configuration.
+        """Number of frames of the clip, which is known once the configuration is resolved.
 
         Raises:
-            ValueError: The number is not known yet.
+            ValueError: `num_frames` is None, because the model's default has not been read yet.
         """
         if self.num_frames is None:
             raise ValueError("num_frames is None: resolve it with the model first")
@@ -263,7 +267,7 @@ class CommonSampling:
 
     @property
     def video_frames(self) -> int | None:
-        """Number of frames that a clip takes from a video; None: it does not start from a video."""
+        """Number of frames read from the input video; None: clips do not start from a video."""
         return self.frames if self.from_video else None
 
     def check_videos(self, names: Collection[str]) -> None:
@@ -273,7 +277,7 @@ class CommonSampling:
             names: Names of the clip's further videos.
 
         Raises:
-            RequestError: A video is missing, or the family takes none of its name.
+            RequestError: A video is missing, or the family takes no video of this name.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
@@ -287,7 +291,7 @@ class CommonSampling:
             require(name in names, wrong, f"give `video` {name}=FILE")
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy with numbers instead of None, which are those that diffusers would use.
+        """Return a copy in which the values that diffusers would use replace None.
 
         Args:
             model_frames: Number of frames in the model's config.
@@ -297,9 +301,10 @@ class CommonSampling:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptedSampling(CommonSampling):
-    """Sampling parameters of families with prompts; a family may have more."""
+    """Sampling parameters that all families with prompts have."""
 
-    #: Whether `guidance_scale` is an input of the denoiser, which then runs only once in each step.
+    #: Whether the denoiser gets `guidance_scale` as an input. Guidance then needs no second forward
+    #: pass.
     embedded_guidance: ClassVar[bool] = False
 
     num_inference_steps: int = 50
@@ -309,12 +314,12 @@ class PromptedSampling(CommonSampling):
     from_image: bool = False
     """Whether clips start from an image; False: they are made from text alone."""
     has_last_image: bool = False
-    """Whether clips from an image also end at one."""
+    """Whether clips have a last image, at which they end, besides the first image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.has_last_image:
-            require(self.from_image, "`last_image` needs a first image, too", "give both")
+            require(self.from_image, "`last_image` needs a first image, too", "give both images")
             too_few = f"`last_image` needs at least 2 `num_frames`, got {self.num_frames}"
             require(self.num_frames > 1, too_few, frames=self.num_frames, lowest=2)
         wrong = (
@@ -324,19 +329,20 @@ class PromptedSampling(CommonSampling):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether each step has two forward passes, by the scale of the first expert."""
+        """Whether classifier-free guidance is on, which doubles the forward passes of each step."""
         return self.guidance_scale > 1 and not self.embedded_guidance
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
-    """Check height and width.
+    """Check that height and width are in range and multiples of a number of pixels.
 
     Args:
         sampling: Sampling parameters with height and width.
-        units: Numbers of pixels of which height and width must be multiples.
+        units: Two numbers of pixels; the height must be a multiple of the first, the width of the
+            second.
 
     Raises:
-        RequestError: A side is not a multiple of its unit, or above `MAX_SIDE`.
+        RequestError: Height or width is not a multiple of its unit, or is above `MAX_SIDE`.
     """
     for name, unit in zip(("height", "width"), units, strict=True):
         side = getattr(sampling, name)

@@ -1,4 +1,4 @@
-"""Tolerance of a verification: the allowed difference of each element."""
+"""`Tolerance`: the difference from the reference that a verification allows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from svdpp.config.limits import require
 class Tolerance:
     """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
 
-    Frames and audio are compared as fractions of their highest level: 1/255 is one level of a
-    frame. If both are 0, the bits must be equal.
+    Frames and audio are compared as fractions of the highest level, so 1/255 is one level of a
+    frame. If `atol` and `rtol` are 0, the bits must be equal.
 
     Args:
-        atol: Absolute part, for latents in their own units.
-        rtol: Part relative to the value of the reference.
+        atol: Absolute tolerance: a fraction of the highest level for frames and audio, and the
+            difference of values for latents.
+        rtol: Tolerance relative to the value of the reference.
 
     Raises:
         RequestError: `atol` or `rtol` is negative or not finite.

@@ -1,1 +1,1 @@
-"""Code of the parent process: pipeline, supervisor, trace, jobs and the run's manifest."""
+"""Code of the parent process: `Pipeline`, supervisor of ranks, jobs, and the manifest of a run."""

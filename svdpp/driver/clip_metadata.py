@@ -1,4 +1,4 @@
-"""Metadata of a clip: writes the request into the clip's JSON, and reads and checks that JSON."""
+"""Metadata of a clip, which is the content of the clip's JSON: creation, parsing and checks."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from svdpp.media.inputs import ClipInput, MediaFile
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.lora_files import LoraFile
 
-#: Version of the JSON. Version 1 had `seconds` in place of `compute_seconds` and `wall_seconds`,
-#: and no `file_sha256`.
+#: Schema version of a clip's JSON. Version 1 had `seconds` in place of `compute_seconds` and
+#: `wall_seconds`, and no `file_sha256`.
 SCHEMA_VERSION = 2
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-ffmpeg")
@@ -47,11 +47,12 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
     """Whether each rank of a pair evaluates half of the batch of a denoiser call.
 
-    Kernels may give other bits for half of a batch.
+    The clips are then not proven to be bitwise equal, because kernels may give other bits for half
+    of a batch.
 
     Args:
         config: Configuration of the pipeline.
-        checkpoint: Checkpoint of the model; None for the dummy, which has no batch.
+        checkpoint: Checkpoint of the model; None for the dummy model, which has no batch.
     """
     is_batch = checkpoint is not None and checkpoint.spec.branches == "batch"
     return config.parallel.cfg_parallel_size > 1 and is_batch
@@ -67,16 +68,16 @@ def clip_metadata(
 ) -> dict[str, Any]:
     """Return the fields of a clip's JSON that are known before the clip is made.
 
-    The clip writer adds hashes and times.
+    The rank that writes the clip adds hashes and times.
 
     Args:
-        inputs: Images, videos and prompts.
+        inputs: Images, videos and prompts of the clip.
         seed: Seed of the noise.
         output: File of the clip. Paths in the JSON are relative to the folder of this file or to
-            the user's home, to hide the user's name.
+            the home folder, so that the user's name is hidden.
         config: Resolved configuration.
         checkpoint: Checkpoint of the model.
-        loras: LoRAs of the clip, without the LoRAs of the model.
+        loras: LoRAs of this clip alone; the model's LoRAs are added.
     """
     loras = (*checkpoint.loras, *loras)
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
@@ -151,14 +152,14 @@ def _versions_of_extras(checkpoint: Checkpoint, loras: Sequence[LoraFile]) -> di
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
-    """Return the absolute path of a model's folder (or `~/...`); a hub id or `demo` unchanged."""
+    """Return a model's name: absolute path of a folder (or `~/...`), hub id, or `demo`."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of svdpp and of the libraries that can change a clip's bits, by name."""
+    """Return the versions of svdpp and of libraries that can change the bits of clips, by name."""
     return {"svdpp": __version__, **{name: version(name) for name in _LIBRARIES}}
 
 
@@ -180,9 +181,9 @@ class _LoraMetadata(_DenoiserMetadata):
 
 
 class _ClipMetadata(BaseModel):
-    """Schema of a clip's JSON. It is strict, because the file is untrusted input.
+    """Schema of a clip's JSON. The schema is strict, because the file is untrusted input.
 
-    `svdpp.config` checks the ranges of the values when it builds a configuration from them.
+    `svdpp.config` checks the ranges of the values when a configuration is built from them.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
@@ -192,13 +193,13 @@ class _ClipMetadata(BaseModel):
     family: str
     input: str | None
     input_sha256: _Sha256 | None
-    last_image: str | None = None  # only of a clip that ends at an image
+    last_image: str | None = None  # the field exists only for clips that end at an image
     last_image_sha256: _Sha256 | None = None
     output: str
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
     revision: str | None
-    weights_fingerprint: str | None = None  # files of svdpp 0.2 lack fields that have a default
+    weights_fingerprint: str | None = None  # JSON of svdpp 0.2 lacks the fields with a default
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)
     denoiser: list[_DenoiserMetadata] = Field(default_factory=list)
@@ -216,7 +217,7 @@ class _ClipMetadata(BaseModel):
     exact: bool | Literal["unproven", "memory_pressure"] = True
     latents_sha256: _Sha256
     frames_sha256: _Sha256
-    audio_sha256: _Sha256 | None = None  # only of a clip with sound
+    audio_sha256: _Sha256 | None = None  # the field exists only for clips with sound
     file_sha256: _Sha256 | None = None
 
     @field_validator("output")
@@ -227,9 +228,9 @@ class _ClipMetadata(BaseModel):
         return name
 
 
-# A whole number stays an int, because its text is part of `parameters_sha256`.
+# A whole number of frames per second stays an int, because `parameters_sha256` covers its text.
 _Fps = Annotated[float, AfterValidator(as_whole)]
-# Fields that only SVD has in its metadata, and fields that only families with prompts have.
+# Metadata fields that only clips of SVD have, and fields that only clips with prompts have.
 _SVD_FIELDS = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
 _PROMPT_FIELDS = {"prompt": str, "negative_prompt": str | None}
 
@@ -255,14 +256,15 @@ _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASS
 
 
 def parse_clip_json(path: Path) -> Any:
-    """Parse the file of a clip's JSON, without a check of its fields.
+    """Parse a clip's JSON file, without checking the fields.
 
     Raises:
         InputError: The file cannot be read, is too large, or is not JSON.
     """
     data = read_small_file(path, "clip's JSON")
     try:
-        # pydantic's parser rejects the escapes for bytes of file names that are not UTF-8.
+        # Python's parser is used, because pydantic's parser rejects the escapes for file names that
+        # are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
@@ -272,19 +274,19 @@ def parse_clip_json(path: Path) -> Any:
 
 
 def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
-    """Check the types of a clip's metadata, and add defaults for fields that are missing.
+    """Check the types of a clip's metadata, and add default values for missing fields.
 
     Args:
-        values: Untrusted value, such as `parse_clip_json` returns.
+        values: Untrusted value, such as the result of `parse_clip_json`.
         fault: Text at the beginning of the error's message, such as "x.json is not a clip's JSON".
 
     Raises:
         InputError: A field is missing, is unknown, or has a wrong type or range.
     """
     if not isinstance(values, dict):
-        raise InputError(f"{fault}: it is not an object")
+        raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # A missing or unknown family is checked by SVD's schema. Its error then names the field.
+    # If the family is missing or unknown, SVD's schema is used, whose error names the field.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )
@@ -301,7 +303,7 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a clip's JSON that the clip's file also has: all but the file's hash."""
+    """Return the metadata that are embedded in the clip's file: all fields but the file's hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
@@ -317,7 +319,7 @@ def weights_identity(checkpoint: Checkpoint) -> object:
     """Return a value that changes when the weights on this machine change.
 
     Returns:
-        Commit hash of a hub model; for a folder, path, bytes and time of change of each weight
+        Commit hash for a hub model. For a folder, path, size and modification time of each weight
         file, as JSON values.
     """
     if checkpoint.revision:

@@ -1,4 +1,4 @@
-"""Names of the files of a run's clips: a unique name for each job."""
+"""File names of a run's clips: each job gets a unique name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# Maximum bytes of a name. A file name has a limit, and a seed and a suffix follow the name. With a
-# number such as `-2` at its end, a name has fewer bytes.
+# Largest number of bytes of a name, to which a seed and a suffix are added, and of a name that gets
+# a further number such as `-2`. File systems limit the length of file names.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
-#: Names of a run's own files, which a clip that is a folder of frames cannot have.
+#: Names of files that each run writes, which a clip cannot have.
 _OWN_NAMES = ("run.json", "clips.jsonl")
 _OTHER_NAME = "`out` takes a folder for several clips"
-#: A name's beginning and end. The number that makes a name unique comes between them.
+#: Beginning and end of a name. A number that makes the name unique is put between them.
 _Parts = tuple[str, str]
 
 
@@ -35,19 +35,20 @@ def name_jobs(
     template: NameTemplate | None = None,
     recorded: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RunJob]:
-    """Return the jobs with names of their files, without suffixes; no two are equal.
+    """Return the jobs with unique file names, without suffixes.
 
-    A name that the user gave, as `out` or by a template, is used. Otherwise the name is the image's
-    name, or the first words of the prompt, followed by the seed. It has both image and words if an
-    image has several prompts in a run without a jobs file. Of two equal names, the second gets
-    `-2`, and so on. A job that an earlier run named keeps its name, whatever other jobs there are.
+    If the user gave a name, as `out` or by a template, that name is used. Otherwise the name
+    consists of the image's name (or the first words of the prompt) and the seed. If an image has
+    several prompts in a run without a jobs file, the name contains the image's name and words of
+    the prompt. If a name occurs again, `-2` is added to the second, and so on. A job that an
+    earlier run has named keeps its name.
 
     Args:
         jobs: Jobs of the run.
-        single_clip: Name of the run's only clip; empty: each job has its own name.
-        template: Template of the names; None: the names above.
-        recorded: Names that an earlier run gave, by the key of the job; see `job_key`. None: there
-            was no earlier run.
+        single_clip: Name of the run's only clip; empty: each job gets its own name.
+        template: Template of the names; None: names are made as described above.
+        recorded: Names that an earlier run gave, by job key; see `job_key`. None: there was no
+            earlier run.
 
     Raises:
         RequestError: Two jobs have the same `out`, or several jobs have the name `single_clip`.
@@ -89,7 +90,7 @@ def _check_no_two(named: Iterable[RunJob]) -> None:
         if other is not job:
             raise RequestError(
                 f"{other} and {job} would both become {job.name!r}",
-                "give each its own `out`" if job.out else _OTHER_NAME,
+                "give each clip its own `out`" if job.out else _OTHER_NAME,
                 details={
                     **{"output": job.name, "seed": job.seed, "other_seed": other.seed},
                     **{"line": job.line, "other_line": other.line},
@@ -123,7 +124,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Set in `names` the recorded names of jobs; skip names that the wanted parts do not allow."""
+    """Set the recorded names of jobs in `names`, except names that do not match `wanted`."""
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):
@@ -136,7 +137,7 @@ def _keep_recorded(
 
 
 def _valid(name: str) -> str:
-    """Return a name that a file can have: without controls and slashes, cut to `_UNIQUE_BYTES`."""
+    """Return a valid file name: without control characters or slashes, cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 
@@ -148,7 +149,7 @@ def _beginning(name: str, num_bytes: int) -> str:
 
 
 def check_out_name(text: str, format: VideoFormat) -> str:
-    """Return a clip's name that a user gave, without the suffix of its format.
+    """Check a clip's name from a user, and return it without the suffix of the clip's format.
 
     Args:
         text: Name of the file, with or without the suffix.
@@ -187,10 +188,10 @@ class NameTemplate:
 
     Args:
         text: Template in the syntax of Python's `str.format`, with plain names of fields.
-        sampling: Sampling parameters of clips whose jobs set none.
+        sampling: Sampling parameters of jobs that have no sampling parameters of their own.
 
     Raises:
-        RequestError: The text is no template, or names a field that no job has.
+        RequestError: The text is not a valid template, or names a field that jobs do not have.
     """
 
     def __init__(self, text: str, sampling: SamplingConfig) -> None:
@@ -199,7 +200,7 @@ class NameTemplate:
         examples = dict(_JOB_FIELDS) | {
             name: param.kind(param.lowest) for name, param in self._params.items()
         }
-        wrong = f"`name` {text!r} is no template"
+        wrong = f"`name` {text!r} is not a valid template"
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
@@ -218,23 +219,24 @@ class NameTemplate:
                 details = {"name": text, "unknown": field, "known": sorted(examples)}
                 raise RequestError(unknown, f"{hint} {fields}".strip(), details=details)
             is_short = all(len(number) <= 2 for number in re.findall(r"\d+", spec or ""))
-            require(is_short and not conversion, f"{wrong}: {{{field}:{spec}}} is not taken")
+            require(is_short and not conversion, f"{wrong}: {{{field}:{spec}}} is not allowed")
             try:
                 format(examples[field], spec or "")
             except ValueError as error:
                 raise RequestError(f"{wrong}: {{{field}:{spec}}}: {error}") from error
-        require(bool(self._used), f"{wrong}: it has no field", "such as `name` {stem}-{seed}")
+        require(bool(self._used), f"{wrong}: it contains no field", "such as `name` {stem}-{seed}")
 
     def render(self, job: RunJob, index: int) -> str:
         """Return the name of a job's clip.
 
         Args:
             job: Job of the clip.
-            index: Position of the job among the jobs, from 0; a name counts from 1.
+            index: Position of the job among the jobs of the run, from 0. In names, positions begin
+                    at 1.
 
         Raises:
-            RequestError: The name is empty, begins with a dot, or has a field whose value the model
-                decides later.
+            RequestError: The name is empty, begins with a dot, or contains a field whose value
+                is not known before the model is read.
         """
         sampling, made_from = job.sampling or self._sampling, job.made_from
         media_file, prompt = made_from.media_file, slugify_prompt(made_from.prompt or "")
@@ -251,9 +253,13 @@ class NameTemplate:
             **{field: getattr(sampling, param.name) for field, param in self._params.items()},
         }
         unknown = sorted(field for field in self._used if values[field] is None)
-        wrong = f"`name` needs {', '.join(unknown)}, which the model decides later"
-        require(not unknown, wrong, "give it as an option")
+        wrong = f"`name` needs {', '.join(unknown)}, which only the model determines"
+        require(not unknown, wrong, "give the value as an option")
         name = self._text.format(**values)
         is_name = bool(name.strip()) and not name.startswith(".")
-        require(is_name, f"`name` {self._text!r} makes the name {name!r}", "begin it with a letter")
+        require(
+            is_name,
+            f"`name` {self._text!r} makes the name {name!r}",
+            "begin the name with a letter",
+        )
         return name

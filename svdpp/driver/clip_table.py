@@ -1,4 +1,4 @@
-"""`clips.jsonl`: one line for each clip of a run, with its request and its result."""
+"""`ClipTable`: the file `clips.jsonl`, with a line for the request and the result of each clip."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from svdpp.media import video
 #: Name of the table's file in the output folder.
 CLIP_TABLE = "clips.jsonl"
 
-# Far above the size of a table with the largest allowed number of clips.
+# Largest size of a table in bytes, which is far above a table with `MAX_CLIPS` clips.
 _MAX_BYTES = 2**30
 _REQUEST_FIELDS = (
     *("output", "input", "last_image", "videos", "prompt", "negative_prompt", "lora", "seed"),
@@ -29,7 +29,7 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the names of the clips in a run's table, without suffixes, by the key of the job.
+    """Return the names of the clips in a run's table, without suffixes, by job key.
 
     Args:
         path: Path of the table, which need not exist.
@@ -44,7 +44,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
     try:
         for line in data.splitlines():
             row = json.loads(line)
-            # An input that makes no clip has no output.
+            # The row of an input with an error has no output.
             key, output = row["job"], row["output"]
             if {"index", "state"} <= row.keys() and isinstance(output, str):
                 names.setdefault(str(key), []).append(_without_suffix(output))
@@ -55,7 +55,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the job keys of the finished clips in a run's table, by the names of the clips' files.
+    """Return the job keys of the finished clips in a run's table, by file name of the clip.
 
     Args:
         path: Path of the table, which need not exist.
@@ -78,7 +78,7 @@ def _without_suffix(output: str) -> str:
 class ClipTable:
     """Rows of `clips.jsonl`, the JSON Lines table of a run, in the order of the jobs.
 
-    This object only holds the rows, as text to need little memory; `RunManifest` writes the file.
+    The rows are kept as text, which needs little memory. `RunManifest` writes the file.
 
     Args:
         path: Path of `clips.jsonl`.
@@ -93,7 +93,7 @@ class ClipTable:
         """Replace all rows of the table.
 
         Args:
-            rows: Rows that `row_of_clip` and `row_of_error` returned, as JSON text.
+            rows: Rows as JSON text, from `row_of_clip` and `row_of_error`.
         """
         self._rows = list(rows)
 
@@ -103,7 +103,7 @@ class ClipTable:
         Args:
             index: Position of the job among the jobs of the run.
             job: Job of the clip.
-            metadata: JSON of the clip, with hashes and times once the clip is finished.
+            metadata: JSON of the clip. It has hashes and times if the clip is finished.
             state: State of the clip.
         """
         params = params_by_field(SAMPLING_CLASSES[metadata["family"]])
@@ -129,19 +129,20 @@ class ClipTable:
         return self._text({**row, "job": None})
 
     def update(self, index: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
-        """Set the state of a clip in its row.
+        """Set the state of a clip in the clip's row.
 
         Args:
             index: Position of the clip's job among the jobs of the run.
             state: New state.
-            result: JSON of a finished clip, whose hashes and times go into the row; else empty.
+            result: JSON of a finished clip, whose hashes and times are added to the row; empty for
+                other states.
             more: Further fields of the row, such as `rank` and `error`.
         """
         row = json.loads(self._rows[index])
         self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
 
     def mark_lost(self, output: str, error: Mapping[str, Any]) -> None:
-        """Set the state of a finished clip to failed, because its file is gone.
+        """Set the state of a finished clip to failed, because the clip's file is missing.
 
         Args:
             output: Name of the clip's file.
@@ -152,7 +153,7 @@ class ClipTable:
                 self.update(index, "failed", {}, error=error)
 
     def text(self) -> str:
-        """Return the content of the file."""
+        """Return the content of `clips.jsonl`."""
         return "".join(self._rows)
 
     def _text(self, row: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Submitted clips: the caller's handles, their progress, and the results not yet taken."""
+"""Submitted clips: handles for the caller, progress, results, and the tracker of all clips."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ from svdpp.worker.tensor_files import TensorStore, remove_checkpoints
 
 @dataclass(frozen=True)
 class ClipResult:
-    """A finished clip."""
+    """Result of a finished clip."""
 
     clip: int
     request: ClipRequest
     metadata: dict[str, Any]
     owner: object = field(default=None, repr=False, compare=False)
-    """Owner of the temporary folder that has the file; the folder is removed when no result refers
-    to the owner. None: the folder is not temporary."""
+    """Owner of the temporary folder with the clip's file. The folder is removed when no result
+    refers to the owner any more. None: the folder is not temporary."""
 
     @property
     def path(self) -> Path | None:
-        """Path of the clip's file or folder of frames; None: the request has no output."""
+        """Path of the clip's file, or of the folder of frames; None: the request has no output."""
         return None if self.request.output is None else Path(self.request.output.path)
 
     @property
     def frames(self) -> video.Frames:
-        """Frames of the file, uint8 of shape (F, H, W, 3); each use reads the file again.
+        """Frames of the clip's file, uint8 of shape (F, H, W, 3). Each access reads the file again.
 
-        The format `frames` has the exact pixels; the other formats compress them.
+        The format `frames` has the exact pixels; the other formats compress the pixels.
 
         Raises:
             RequestError: The clip has no file.
@@ -57,13 +57,13 @@ class ClipResult:
         """
         output = self.request.output
         if output is None:
-            raise RequestError("the clip has no file", "give its request an `output`")
+            raise RequestError("the clip has no file", "give the clip's request an `output`")
         return video.read_frames(Path(output.path), output.format)
 
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """Clip that failed while the run went on, because its image, latent or file was bad."""
+    """Clip that failed, for example because of a damaged image, while the run went on."""
 
     clip: int
     request: ClipRequest
@@ -72,9 +72,9 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """Progress of a clip: finished steps, number of all steps, and the rank that works on the clip.
+    """Progress of a clip: number of finished steps, number of all steps, and the current rank.
 
-    The rank is None until a rank has begun the clip.
+    The rank is the one that works on the clip, and None until a rank has begun the clip.
     """
 
     steps_done: int
@@ -93,7 +93,7 @@ class ClipHandle(Future[ClipResult]):
         self.clip = clip
         self.request = request
         self.progress = ClipProgress(request.done_steps, num_steps)
-        """Progress of the clip; it changes while the clip is made."""
+        """Progress of the clip, which changes while the clip is made."""
         self._owner = owner
         self._progress_callbacks: list[Callable[[ClipHandle], object]] = []
 
@@ -105,8 +105,8 @@ class ClipHandle(Future[ClipResult]):
         """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
         Args:
-            callback: Quick function that raises nothing. It is also called at once if a rank has
-                already begun the clip.
+            callback: Function that is quick and raises no exception. If a rank has already begun
+                the clip, it is also called immediately.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -123,9 +123,9 @@ class ClipHandle(Future[ClipResult]):
     def cancel(self) -> bool:
         """Ask the ranks to skip the clip from the next step on.
 
-        A clip that no rank has begun is cancelled at once. A begun clip is cancelled when all ranks
-        have dropped the clip, unless the clip is finished before; `exception` waits for either.
-        `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
+        A clip that no rank has begun is cancelled immediately. Otherwise the clip is cancelled when
+        all ranks have dropped it, unless it is finished before that; `exception` waits until either
+        happens. `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
 
         Returns:
             Whether the clip is or will be cancelled; False if the clip is finished or lost.
@@ -133,16 +133,16 @@ class ClipHandle(Future[ClipResult]):
         return self._owner.cancel(self)
 
     def result(self, timeout: float | None = None) -> ClipResult:
-        """Wait for the clip and return its result. `Pipeline.results` then does not yield it.
+        """Wait for the clip and return its result, which `Pipeline.results` then does not yield.
 
         Args:
             timeout: Seconds to wait; None: no limit.
 
         Raises:
-            SvdppError: The clip is lost, or the run has ended before it was finished.
+            SvdppError: The clip is lost, or the run has ended before the clip was finished.
             TimeoutError: The clip is not finished in time.
             CancelledError: The clip was cancelled.
-            RuntimeError: The calling thread is the pipeline's own.
+            RuntimeError: The calling thread is the pipeline's own thread.
         """
         self._owner.check_may_wait(self)
         result = super().result(timeout)
@@ -158,32 +158,32 @@ class ClipHandle(Future[ClipResult]):
         Raises:
             TimeoutError: The clip is not finished in time.
             CancelledError: The clip was cancelled.
-            RuntimeError: The calling thread is the pipeline's own.
+            RuntimeError: The calling thread is the pipeline's own thread.
         """
         self._owner.check_may_wait(self)
         return super().exception(timeout)
 
 
-# Number of the latest clips whose late files are removed at the end of the run. Older clips get no
-# late files, because a rank queues at most three checkpoints.
+# Number of the latest clips whose files are removed again at the end of the run, because a rank may
+# write a checkpoint late. Older clips get no late files: a rank queues at most three checkpoints.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
 
 class ClipTracker:
-    """Tracker of clips, which keeps their handles from `add` until a caller takes the result.
+    """Tracker of clips, which keeps the handle of a clip until a caller takes the result.
 
-    It is an observer of the ranks' events. The thread that calls it finishes the clips. Any thread
-    may add clips and wait for clips.
+    The tracker is an observer of the ranks' events. The thread that calls it finishes the clips.
+    Any thread may add clips and wait for clips.
 
     Args:
-        send_to_all: Function that sends a message to every rank. The tracker sends the command to
-            skip a cancelled clip.
-        latents_folder: Folder of the latent checkpoints. The checkpoints of a finished clip are
-            removed. None: there are no checkpoints.
+        send_to_all: Function that sends a message to every rank, which the tracker uses to cancel
+            clips.
+        latents_folder: Folder of latent checkpoints, which the tracker removes when a clip is
+            finished. None: there are no checkpoints.
         tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks
             send no tensors.
-        max_failures: Number of the latest lost clips that `failures` keeps; None: all.
+        max_failures: Number of the latest lost clips that `failures` keeps; None: all lost clips.
     """
 
     def __init__(
@@ -196,8 +196,8 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Requests of the latest ended clips, each with whether an error ended the clip. `clean_up`
-        # removes the partly written and late files of these clips.
+        # Pairs of the request of a recently ended clip, and whether an error ended the clip.
+        # `clean_up` removes partly written and late files of these clips.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
@@ -206,7 +206,8 @@ class ClipTracker:
         self.finisher: threading.Thread | None = None
         """Thread that finishes clips. In this thread, a wait for a clip raises RuntimeError."""
         self._open: dict[int, ClipHandle] = {}
-        # Clips that `results` still has to yield: the unfinished ones, and the finished ones.
+        # Clips that `results` still has to yield: indices of unfinished clips, and handles of
+        # finished clips.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
         # Requests of cancelled clips that the ranks have not dropped yet.
@@ -232,11 +233,11 @@ class ClipTracker:
         """Check that the calling thread may wait for a clip.
 
         Args:
-            handle: Handle of the clip to wait for. The clip may be done already. None: any clip.
+            handle: Handle of the clip to wait for, which may be done already. None: any clip.
 
         Raises:
-            RuntimeError: The calling thread is the one that finishes clips. It would wait for
-                itself.
+            RuntimeError: The calling thread is the thread that finishes clips, and would wait
+                for itself.
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
@@ -254,7 +255,7 @@ class ClipTracker:
             for_results: Whether `results` yields these clips.
 
         Raises:
-            SvdppError: The run has ended. This error is the reason of the end.
+            SvdppError: The run has ended because of this error.
         """
         with self._changed:
             if self._end is not None:
@@ -301,7 +302,9 @@ class ClipTracker:
         return True
 
     def end(self, error: BaseException) -> None:
-        """Set an error for all unfinished clips, and accept no more. Only the first call acts.
+        """Set an error for all unfinished clips, and accept no more clips.
+
+        Only the first call has an effect.
 
         Args:
             error: Reason for the end of the run.
@@ -318,14 +321,14 @@ class ClipTracker:
             handle.set_exception(reraisable(error))
 
     def take(self, handle: ClipHandle) -> None:
-        """Forget the result of a clip, because a caller has got the result from its handle."""
+        """Forget the result of a clip, because a caller has got the result from the handle."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
     def results(self) -> Iterator[ClipResult]:
         """Yield the result of each clip as the clip finishes, until no clip is left.
 
-        Results that a caller has got from a handle are left out.
+        Results that a caller has already got from a handle are not yielded.
 
         Raises:
             SvdppError: The run has ended before all clips were finished.
@@ -353,7 +356,8 @@ class ClipTracker:
 
         Args:
             clip: Index of the clip.
-            outcome: Metadata of a finished clip, error of a lost one, or None for a cancelled one.
+            outcome: Metadata of a finished clip, error of a lost clip, or None for a cancelled
+                clip.
         """
         handle = self._open.get(clip)
         request = self._cancelled.get(clip) if handle is None else handle.request
@@ -366,7 +370,7 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        self._cancelled.pop(clip, None)  # last: an incomplete clip may still be cancelled
+        self._cancelled.pop(clip, None)  # removed last, because the clip can be cancelled until now
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
         """Set the outcome of a clip's handle: its metadata, its error, or None for cancelled."""
@@ -381,7 +385,7 @@ class ClipTracker:
             self._changed.notify_all()
         if outcome is None:
             Future.cancel(handle)
-            handle.set_running_or_notify_cancel()  # wakes the threads that wait for the clip
+            handle.set_running_or_notify_cancel()  # this wakes the threads that wait for the clip
         elif isinstance(outcome, SvdppError):
             handle.set_exception(outcome)
         else:
@@ -395,7 +399,7 @@ class ClipTracker:
     def clean_up(self) -> None:
         """Remove partly written and late files of clips, after all ranks have ended.
 
-        Files stay in a folder that does not respond.
+        If a folder does not respond in time, its files are not removed.
         """
         for request, is_lost in self._recent:
             if not is_lost:
@@ -410,5 +414,5 @@ class ClipTracker:
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):  # an unusable folder has no such files
+            with contextlib.suppress(OSError, ValueError):  # an unreadable folder has no such files
                 output_files.remove_abandoned(folder)

@@ -1,4 +1,4 @@
-"""Thread for file operations, so that a folder that does not respond blocks no other thread."""
+"""`FileThread`: thread for file operations, which an unresponsive folder may block."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from concurrent.futures import Future
 
 
 class FileThread:
-    """Daemon thread that makes submitted calls one after the other, and starts with the first one.
+    """Daemon thread that runs submitted calls in order. It starts with the first call.
 
-    A file operation on a network folder whose server is down returns when the server is back, or
-    never. The thread that supervises the ranks must not block, so it submits its file operations.
+    A file operation on a network folder blocks while the file server is down, possibly forever. The
+    thread that supervises the ranks must not block, so it submits its file operations to this
+    thread.
 
     Args:
         name: Name of the thread.
@@ -26,7 +27,7 @@ class FileThread:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Queue a call and return its future at once. The future gets the error of the call."""
+        """Queue a call, and return a future that is done when the call has returned or raised."""
         future: Future[None] = Future()
         self._calls.put((call, future))
         with self._starting:

@@ -1,4 +1,4 @@
-"""Function `generate`: makes clips from images, prompts or dicts in one call."""
+"""`generate`: function that makes clips from images, prompts or dicts in one call."""
 
 from __future__ import annotations
 
@@ -65,46 +65,50 @@ def generate(
 ) -> list[ClipResult]:
     """Make clips, as `svdpp run` does, and wait for all of them.
 
-    Ranks are started for this call and end with it; a `Pipeline` keeps them.
+    Ranks are started for this call, and end with it. A `Pipeline` keeps ranks for further clips.
 
     Args:
-        inputs: Images, as paths, folders, glob patterns or images of PIL: one clip for each image,
-            prompt and seed. Or dicts with the fields of a line of `svdpp run --jobs`: one clip for
-            each dict. Empty: clips from prompts alone.
-        prompts: Prompt or prompts.
-        negative_prompt: Text that clips with a prompt must not show.
-        seeds: Seed or seeds.
-        model: Hub id, folder or demo, which is loaded in the precision that `svdpp run` would use.
-            A `ModelConfig` is used unchanged.
-        out: Folder of the clips, or the file of a single clip. None: a temporary folder that is
-            removed with the last of the results.
-        format: Format of the clips. None: the format of the suffix of `out`, or mp4 for a folder;
-            without `out`, `frames`, which has the exact pixels.
+        inputs: Images, as paths, folders, glob patterns or PIL images: one clip for each
+            combination of image, prompt and seed. Or dicts with the fields of a line of `svdpp run
+            --jobs`: one clip for each dict. Empty: clips from prompts alone.
+        prompts: One or several prompts.
+        negative_prompt: Text that describes what clips with a prompt must not show.
+        seeds: One or several seeds.
+        model: Hub id, folder or name of a demo model, which is loaded in the precision that
+            `svdpp run` would use. A `ModelConfig` is used unchanged.
+        out: Folder for the clips, or path of a single clip's file. None: a temporary folder, which
+            is removed when the last result is garbage-collected.
+        format: Format of the clips. None: the format of the suffix of `out`, or mp4 if `out` is a
+            folder; without `out`, `frames`, which keeps the exact pixels.
         overwrite: Whether existing files are replaced.
-        resume: Whether clips that are finished in `out` are kept.
-        world_size: Number of ranks. None: number of GPUs that can be used, or 2 on the CPU.
+        resume: Whether finished clips in `out` are kept.
+        world_size: Number of ranks. None: the number of GPUs that can be used, or 2 on the CPU.
         device: `auto`, `cuda`, `cpu` or `cuda:N`.
         layout: Name of the layout. None: `pipeline`.
-        num_threads: CPU threads of each rank. None: the cores divided by the ranks.
-        on_result: Function that this thread calls with the result of each clip as it finishes.
-        progress: Whether to show a progress bar on stderr if it is a terminal.
-        parameters: Parameters of the model's sampler, such as `steps`, `frames`, `width` and
-            `fps`, by their names in requests or in diffusers.
+        num_threads: Number of CPU threads of each rank. None: the number of cores divided by the
+            number of ranks.
+        on_result: Function that this thread calls with the result of each clip as the clip
+            finishes.
+        progress: Whether to show a progress bar on stderr if stderr is a terminal.
+        parameters: Sampling parameters, such as `steps`, `frames`, `width` and `fps`, by their
+            names in requests or in diffusers.
 
     Returns:
         Results, ordered by input, then by prompt, then by seed.
 
     Raises:
-        RequestError: The clips cannot be made as requested. No weights have been loaded.
+        RequestError: The clips cannot be made as requested. The error is raised before weights are
+            loaded.
         InputError: An image cannot be read.
         ModelError: The model is missing or not supported.
-        SvdppError: A clip failed; the error is raised once all other clips are made. Or the run
-            ended with this error. Its `results` are those of the finished clips, in order.
+        SvdppError: A clip failed (the error is raised when all other clips are finished), or the
+            run ended with this error. The error's `results` are those of the finished clips, in
+            order.
     """
     end_if_importing_script()
     require(
         find_world() is None,
-        "generate starts ranks of its own, and a launcher has started this process",
+        "generate starts its own ranks, but a launcher has started this process",
         "use a Pipeline, whose ranks join the launcher's",
     )
     asked = ModelConfig(name=model) if isinstance(model, str) else model
@@ -141,7 +145,8 @@ def generate(
         config, _ = request.resolve()
         check_outputs(jobs, policy)
         _check_jobs(jobs, config, checkpoint)
-        from svdpp.driver.pipeline import Pipeline  # torch, as the fork server does meanwhile
+        # This imports torch, while the fork server does the same.
+        from svdpp.driver.pipeline import Pipeline
 
         with lock_folder(policy.folder, policy.single_clip):
             pipeline = Pipeline(config, checkpoint=checkpoint)
@@ -174,12 +179,12 @@ def _make(
     temporary: _TemporaryFolder | None,
     on_result: Callable[[ClipResult], object] | None,
 ) -> list[ClipResult]:
-    """Make the planned clips; return their results and those of kept clips, in the jobs' order.
+    """Make the planned clips; return all results, including kept clips, in job order.
 
     Raises:
         SvdppError: A clip is lost, or the run has ended; the error has the finished clips.
     """
-    from svdpp.driver.clips import ClipResult  # torch
+    from svdpp.driver.clips import ClipResult  # this imports torch
 
     results: dict[int, ClipResult] = {}
     for (index, job), metadata in zip(plan.skipped_jobs, plan.skipped, strict=True):
@@ -216,7 +221,7 @@ def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
 
 
 class _TemporaryFolder:
-    """Temporary folder; removed when nothing refers to this object, or when the process ends."""
+    """Temporary folder, removed when this object is garbage-collected or the process ends."""
 
     def __init__(self) -> None:
         self.path = process_lifetime.make_folder("svdpp-clips-")

@@ -1,4 +1,4 @@
-"""Reader of jobs files in JSON Lines, CSV or YAML. Each line has the fields of one clip."""
+"""Reader of jobs files in JSON Lines, CSV or YAML, in which each line describes one clip."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KINDS: Mapping[str, str] = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"},
     **{".yaml": "yaml", ".yml": "yaml"},
 }
-#: Name that stands for the standard input. It must have JSON Lines.
+#: Name that stands for standard input, which must contain JSON Lines.
 STDIN = "-"
 _DELIMITERS = ",;\t"
 
@@ -37,18 +37,18 @@ class JobLine:
 
 @dataclass(frozen=True)
 class JobFile:
-    """Content of a jobs file; `lines` parses it."""
+    """Jobs file that has been read but not yet parsed; see `lines`."""
 
     name: str
     """Name of the file in messages."""
     folder: Path
-    """Folder that relative paths in the file start from."""
+    """Folder to which relative paths in the file refer."""
     kind: str
-    """`jsonl`, `csv` or `yaml`."""
+    """Format of the file: `jsonl`, `csv` or `yaml`."""
     text: str
 
     def lines(self) -> Iterator[JobLine | SvdppError]:
-        """Yield for each line its fields, or an error if the line cannot be read.
+        """Yield the fields of each line, or an error for a line that cannot be parsed.
 
         Blank lines are skipped. In JSON Lines and YAML, lines that begin with `#` are skipped too.
         """
@@ -89,9 +89,9 @@ class JobFile:
                     text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant
                 )
             except (ValueError, RecursionError) as error:
-                hint = 'one object a line, such as {"image": "cat.jpg", "seed": 7}'
+                hint = 'write one object per line, such as {"image": "cat.jpg", "seed": 7}'
                 if number == 1 and text.startswith("["):
-                    hint = f"a list is no JSON Lines: jq -c '.[]' {self.name} > jobs.jsonl"
+                    hint = f"convert the JSON list: jq -c '.[]' {self.name} > jobs.jsonl"
                 problem = first_line(error)
                 yield self.error(number, f"is not JSON: {problem}", hint, problem=problem)
                 continue
@@ -105,7 +105,7 @@ class JobFile:
 
     def _csv_lines(self) -> Iterator[JobLine | SvdppError]:
         text, first = self.text, 0
-        if separator := re.match(r"sep=(.)\r?\n", text):  # Excel's
+        if separator := re.match(r"sep=(.)\r?\n", text):  # Excel writes this line
             text, first = text[separator.end() :], 1
         head = text.lstrip().partition("\n")[0]
         delimiter = max(_DELIMITERS, key=head.count) if separator is None else separator[1]
@@ -142,7 +142,7 @@ class JobFile:
             cell = (beyond + unnamed)[0]
             return self.error(
                 number,
-                f"has {len(cells)} cells for {len(names)} columns: {shown(cell)} has none",
+                f"has {len(cells)} cells for {len(names)} columns: {shown(cell)} has no column",
                 "put texts with separators into double quotes",
                 cells=len(cells),
                 columns=len(names),
@@ -153,7 +153,7 @@ class JobFile:
     # --- YAML ---------------------------------------------------------------------------------
 
     def _yaml_lines(self) -> Iterator[JobLine | SvdppError]:
-        import yaml  # rarely needed
+        import yaml  # imported here, because YAML is rarely used
 
         loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(self.text)
         try:
@@ -173,7 +173,7 @@ class JobFile:
             line = 1 if mark is None else mark.line + 1
             yield self.error(line, f"is not YAML: {problem}", problem=str(problem))
         except RecursionError:
-            yield self.error(1, "is not YAML of a jobs file: it is nested too deeply")
+            yield self.error(1, "is not YAML of a jobs file: the nesting is too deep")
         finally:
             loader.dispose()
 
@@ -207,10 +207,10 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read a jobs file. The suffix tells the kind of the file.
+    """Read a jobs file, whose suffix determines the format.
 
     Args:
-        path: Path of the file; `-`: the standard input.
+        path: Path of the file; `-`: standard input.
 
     Raises:
         InputError: The file cannot be read, is too large, is not text, or has an unknown suffix.
@@ -223,7 +223,7 @@ def read_job_file(path: Path) -> JobFile:
     kind = _KINDS.get(path.suffix.lower())
     if kind is None:
         raise InputError(
-            f"--jobs {str(path)!r} is of no known kind: its suffix must be one of "
+            f"--jobs {str(path)!r} has an unknown format: the suffix must be one of "
             f"{', '.join(_KINDS)}",
             "a JSON list becomes JSON Lines by: jq -c '.[]' FILE > jobs.jsonl",
             details={"path": str(path), "suffixes": [*_KINDS]},
@@ -233,7 +233,7 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def _split_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text with their line ends. `io.StringIO` would copy the whole text."""
+    """Yield the lines of a text with line ends, without copying the text as `io.StringIO` does."""
     start = 0
     while start < len(text):
         end = text.find("\n", start) + 1 or len(text)
@@ -245,10 +245,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in pairs:
         if name in fields:
-            raise ValueError(f"it has the field {shown(name)} twice")
+            raise ValueError(f"the field {shown(name)} occurs twice")
         fields[sys.intern(name)] = value
     return fields
 
 
 def _refuse_constant(text: str) -> float:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

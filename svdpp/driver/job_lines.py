@@ -1,6 +1,6 @@
-"""Conversion of the lines of a jobs file into jobs. The fields are those of requests over HTTP.
+"""Conversion of the lines of a jobs file into jobs. Fields have the names of HTTP requests.
 
-All errors of all lines are collected, each with its line and field.
+The errors of all lines are collected, each with line and field.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from svdpp.errors import InputError, RequestError, SvdppError, nearest, write_fi
 from svdpp.media.inputs import MAX_PIXELS, ClipInput, MediaFile, probe_video, read_image
 from svdpp.models.checkpoint import InputUse
 
-#: Fields that only requests to a server may have, each with advice for the user of a jobs file.
+#: Fields that only HTTP requests may have, each with advice for the user of a jobs file.
 _OF_SERVERS: Mapping[str, str] = {
     "model": "give `model` as an option: it is the same for all clips",
-    "user": "is for a server: leave it out",
-    "priority": "is for a server: clips are made in the order of the lines",
-    "callback_url": "is for a server: leave it out",
+    "user": "is only for servers: leave the field out",
+    "priority": "is only for servers: clips are made in the order of the lines",
+    "callback_url": "is only for servers: leave the field out",
     "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
 }
-#: Maximum number of errors that are printed for a file; `details` has all errors.
+#: Maximum number of errors that are printed for a jobs file; `details` has all errors.
 MAX_PRINTED = 20
 
 
@@ -59,12 +59,12 @@ class LineDefaults:
     model: str
     """Name of the model, for messages."""
     sampling: SamplingConfig
-    """Sampling parameters for lines that set none, not resolved."""
+    """Unresolved sampling parameters, whose values lines can override."""
     image_use: InputUse = "needed"
     prompt_use: InputUse = "refused"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why the model accepts no last image although other models of its family do; else
+    """Reason why the model takes no last image although other models of its family do; otherwise
     empty."""
     seed: int = 0
     negative_prompt: str | None = None
@@ -78,11 +78,11 @@ class LineDefaults:
 
 
 class LineReader:
-    """Converter of lines into jobs. An image that several lines name is read once.
+    """Converter of lines into jobs. An image that several lines name is read only once.
 
     Args:
         defaults: Values for fields that lines do not set.
-        file: File of the lines, for messages. Relative paths start from its folder.
+        file: Jobs file of the lines, for messages. Relative paths refer to its folder.
     """
 
     def __init__(self, defaults: LineDefaults, file: JobFile) -> None:
@@ -117,12 +117,12 @@ class LineReader:
 
     @cached_property
     def image_field(self) -> str:
-        """Name of the field that has the clip's input: `image`, or `video` for some families."""
+        """Name of the field for the clip's input: `image`, or `video` for some families."""
         return "video" if self._kind.from_video else "image"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """Names of the fields of the model's family."""
+        """Names of all fields that lines may have for the model's family."""
         prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
         image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
         last_image = () if self._defaults.last_image_use == "refused" else (LAST_IMAGE,)
@@ -131,7 +131,7 @@ class LineReader:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Field names by their aliases in diffusers and in requests over HTTP."""
+        """Field names by alias, such as names of diffusers' arguments."""
         aliases = {param.name: name for name, param in self._params.items() if param.name != name}
         for name in ("image", "input_reference", "image_reference"):
             if name != self.image_field and self.image_field in self.fields:
@@ -140,7 +140,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Names of fields in the file, by the field names of configurations, for messages."""
+        """Names of fields in the jobs file, by field name of configurations, for messages."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -193,7 +193,7 @@ class LineReader:
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a line sets, by field name. Empty texts and null set nothing."""
+        """Return the values that a line sets, by field name. Empty texts and null are skipped."""
         values: dict[str, Any] = {}
         typed_names: dict[str, str] = {}
         for typed, value in fields.items():
@@ -203,8 +203,8 @@ class LineReader:
             if name not in self.fields:
                 self._refuse_field(typed)
             elif name in values:
-                wrong = f"contradicts {typed_names[name]}, another name of it"
-                self._add(wrong, "give one of them", typed)
+                wrong = f"contradicts {typed_names[name]}, another name of the same field"
+                self._add(wrong, "give only one of the two", typed)
             else:
                 values[name], typed_names[name] = value, typed
         return values
@@ -234,7 +234,7 @@ class LineReader:
         if other != self._line:
             raise RequestError(
                 f"{name!r} is also the name in line {other}",
-                "give each its own name",
+                "give each clip its own name",
                 details={"other_line": other},
             )
         return name
@@ -247,7 +247,7 @@ class LineReader:
         return int(seed)
 
     def _loras(self, value: Any) -> tuple[Lora, ...]:
-        """Return the LoRAs of a line. Relative paths start from the folder of the jobs file."""
+        """Return the LoRAs of a line. Relative paths refer to the folder of the jobs file."""
         loras = []
         for lora in parse_loras(value):
             path = self.file.folder / lora.name
@@ -323,7 +323,7 @@ class LineReader:
         if "size" not in values:
             return {}
         if "width" in values or "height" in values:
-            raise RequestError("contradicts width and height", "give one of them")
+            raise RequestError("contradicts width and height", "leave size out")
         text = values["size"]
         width, _, height = text.partition("x") if isinstance(text, str) else ("", "", "")
         is_size = all(
@@ -340,7 +340,7 @@ class LineReader:
         if "seconds" not in values:
             return
         if "frames" in values:
-            raise RequestError("contradicts frames", "give one of them")
+            raise RequestError("contradicts frames", "give only one of the two")
         seconds = _number(values["seconds"], float)
         if not 0 < seconds <= MAX_FRAMES:
             wrong = f"must be above 0 and at most {MAX_FRAMES}, got {shown(seconds)}"
@@ -349,7 +349,8 @@ class LineReader:
         frames = frames_of_seconds(seconds, fps, self._kind.frames_unit)
         if frames > MAX_FRAMES:
             raise RequestError(
-                f"{seconds:g} seconds of {fps} frames are {frames} frames, {MAX_FRAMES} at most",
+                f"{seconds:g} seconds of {fps} frames are {frames} frames, and the limit is "
+                f"{MAX_FRAMES}",
                 details={
                     **{"seconds": seconds, "fps": fps, "frames": frames, "highest": MAX_FRAMES}
                 },
@@ -386,7 +387,7 @@ class LineReader:
         """Collect an error that the block raises.
 
         Args:
-            name: Field that the error is about; None: the error names the field.
+            name: Name of the field that the error is about; None: the error itself names the field.
         """
         try:
             yield
@@ -397,12 +398,14 @@ class LineReader:
         self._errors.append(self.file.error(self._line, message, hint, name))
 
     def line_error(self, line: int, error: SvdppError, name: str | None = None) -> RequestError:
-        """Return a configuration's error with the line's number and the file's field names.
+        """Return the error for a line, given an error of a configuration class.
+
+        The result has the number of the line and the field names of the jobs file.
 
         Args:
             line: Number of the line.
-            error: Error from a configuration that was built from the line.
-            name: Name of the field in the file; None: the error names the field.
+            error: Error from a configuration class that was built from the line.
+            name: Name of the field in the jobs file; None: the error itself names the field.
         """
         names = self._names_in_file
         if name is None and error.field is not None:
@@ -418,7 +421,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 
     Args:
         value: JSON value or text.
-        kind: int or float.
+        kind: Type of the result, int or float.
 
     Raises:
         RequestError: The value is not a number, is not finite, or is not whole although `kind` is
@@ -446,13 +449,14 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 def raise_line_errors(
     errors: Sequence[SvdppError], file: JobFile, num_jobs: int, hint: str = ""
 ) -> None:
-    """Raise the errors of lines as one error; do nothing if there are none.
+    """Raise the errors of lines as one error; do nothing if there are no errors.
 
-    A single error is raised with the hint added to its own hint. Several errors become a list.
+    A single error is raised with `hint` added to its own hint. Several errors become a list in the
+    message.
 
     Args:
         errors: Errors of lines.
-        file: File of the lines.
+        file: Jobs file of the lines.
         num_jobs: Number of valid lines.
         hint: Additional advice for the user.
 

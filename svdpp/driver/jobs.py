@@ -1,4 +1,4 @@
-"""Jobs of a run: checks of their output files, and the plan of clips that still must be made."""
+"""Checks of a run's jobs and output files, and `plan_clips`, which plans what must be made."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
-# Number of frames to assume for a clip, to find the largest clip before the model's configs are
-# read. Published SVD models make 14 or 25 frames.
+# Number of frames that is assumed for a clip when the largest clip is searched for before the
+# model's configs are read. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
-#: Fields of a clip's JSON that a line of a jobs file sets, besides the sampling parameters.
+#: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
     *("input_sha256", "last_image_sha256", "videos_sha256"),
     *("prompt", "negative_prompt", "seed", "lora"),
@@ -50,10 +50,10 @@ _LINE_FIELDS = (
 
 @dataclass(frozen=True, kw_only=True)
 class OutputPolicy:
-    """Policy for the output folder, the names of the clips, and existing files.
+    """Policy of a run for the output folder, the names of the clips, and existing files.
 
-    `resume` keeps finished clips, and resumes unfinished ones from `latents_folder`. A run that a
-    launcher has restarted (`is_restarted`) does the same; with `overwrite`, such a run also
+    With `resume`, finished clips are kept, and unfinished clips resume from `latents_folder`. A run
+    that a launcher has restarted (`is_restarted`) does the same; with `overwrite`, such a run also
     replaces finished clips that have other parameters.
     """
 
@@ -65,8 +65,8 @@ class OutputPolicy:
     overwrite: bool = False
     resume: bool = False
     replaces_changed: bool = False
-    """Whether `resume` replaces a clip whose input or sampling parameters have changed. Runs with a
-    jobs file do so."""
+    """Whether `resume` replaces a clip whose input or sampling parameters have changed, as in runs
+    with a jobs file."""
     is_restarted: bool = False
     latents_folder: Path | None = None
 
@@ -75,8 +75,8 @@ class OutputPolicy:
         """Return the policy for a folder of clips, or for the file of a single clip.
 
         Args:
-            out: Path of a folder, or of a file with the suffix of a video.
-            format: Format of the clips; None: the format of the suffix, or mp4 for a folder.
+            out: Path of a folder, or of a file with the suffix of a video format.
+            format: Format of the clips; None: the format of the file's suffix, or mp4 for a folder.
             more: Further fields of the policy.
 
         Raises:
@@ -99,7 +99,7 @@ class OutputPolicy:
             format=kind,
             **more,
         )
-        OutputConfig(path=str(out), format=kind, crf=policy.crf)  # checks them
+        OutputConfig(path=str(out), format=kind, crf=policy.crf)  # checks path, format and crf
         return policy
 
     @property
@@ -109,12 +109,12 @@ class OutputPolicy:
 
     @property
     def manifest(self) -> Path:
-        """Path of the run's manifest, beside the clips or the single clip."""
+        """Path of the run's manifest, in the folder of the clips."""
         return self._own_file(MANIFEST)
 
     @property
     def clip_table(self) -> Path:
-        """Path of the table of the run's clips, beside the manifest."""
+        """Path of the table of the run's clips, in the folder of the clips."""
         return self._own_file(CLIP_TABLE)
 
     def _own_file(self, name: str) -> Path:
@@ -122,7 +122,7 @@ class OutputPolicy:
 
     @property
     def recorded_names(self) -> dict[str, list[str]]:
-        """Names that an earlier run gave to its clips, by job key; empty unless clips are kept."""
+        """Names that an earlier run gave to clips, by job key; empty if no clips are kept."""
         return read_names(self.clip_table) if self.keeps_finished else {}
 
 
@@ -134,7 +134,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
         policy: Policy for the output folder and existing files.
 
     Returns:
-        Number of the clips' files that exist already.
+        Number of clips whose files already exist.
 
     Raises:
         RequestError: Files exist that `policy` neither keeps nor replaces, or the run has too many
@@ -144,7 +144,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     if policy.overwrite and policy.resume:
         raise RequestError("`overwrite` and `resume` contradict each other")
     check_number_of_clips(len(jobs))
-    # The folder is listed once, because a run may have 100,000 clips.
+    # The folder is listed only once, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
     suffix = video.FORMAT_SUFFIXES[policy.format]
@@ -156,7 +156,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
             f"{len(existing)} {noun} already, the first is {first!r}",
-            "`resume` keeps what is finished, `overwrite` replaces it",
+            "`resume` keeps finished clips, `overwrite` replaces them",
             details={"existing": len(existing), "asked": len(jobs)},
         )
     for name in existing:
@@ -179,13 +179,13 @@ def largest_sampling(jobs: Sequence[RunJob], sampling: SamplingConfig) -> Sampli
 
     Args:
         jobs: Jobs of the run.
-        sampling: Sampling parameters of jobs that set none.
+        sampling: Sampling parameters of jobs that have no sampling parameters of their own.
     """
     return max(dict.fromkeys(job.sampling or sampling for job in jobs), key=_work)
 
 
 def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
-    """Return a sort key for clips: by the parts of the model that are needed, then by memory."""
+    """Return a sort key for clips: first the model parts that they need, then their memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps
@@ -220,7 +220,7 @@ def check_number_of_clips(count: int) -> None:
 
 
 def _check_own_files(policy: OutputPolicy) -> None:
-    """Check that existing files named `run.json` and `clips.jsonl` were written by a run."""
+    """Check that existing files named `run.json` and `clips.jsonl` are those of a run."""
     for path, what, read in (
         (policy.manifest, "a run's manifest", read_manifest),
         (policy.clip_table, "a run's table of clips", read_names),
@@ -303,7 +303,7 @@ def plan_clips(
     plan, folder = RunPlan(resolver), policy.latents_folder
     saved, weights = set[str](), None
     if folder is not None:
-        from svdpp.worker import tensor_files  # torch, which a dry run does not need
+        from svdpp.worker import tensor_files  # this imports torch, which a dry run does not need
 
         saved = {key for key, _ in tensor_files.list_checkpoints(folder)}
         weights = weights_identity(checkpoint)
@@ -333,10 +333,10 @@ def plan_clips(
                 replaces=is_changed,
             )
         )
-    # Clips with the same LoRAs follow each other, so that ranks load each set once.
+    # Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once.
     order = ordered_by_loras(clip.job.made_from.loras for clip in plan.clips)
     plan.clips = [plan.clips[place] for place in order]
-    # All ranks wait for the first images, so these should be small. The other images are prepared
+    # All ranks wait for the first images, so small images come first. Other images are prepared
     # while the ranks work.
     num_first = config.parallel.data_parallel_size
     first = [clip for clip in plan.clips if not _is_large(clip.job)][:num_first]
@@ -353,10 +353,10 @@ def _is_large(job: RunJob) -> bool:
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Return the JSON of an existing clip to keep, and whether a new clip replaces another clip.
+    """Check whether an existing clip is kept.
 
     Returns:
-        JSON of the clip that `policy` keeps, or None if the clip must be made. The second value is
+        JSON of the clip that `policy` keeps; None if the clip must be made. The second value is
         True if the new clip replaces a finished clip that has other parameters.
     """
     if not policy.keeps_finished:
@@ -377,13 +377,14 @@ class _ChangedClipError(RequestError):
     """Error for an existing clip that has other parameters."""
 
     is_of_line = False
-    """Whether all parameters that differ are ones that a line of a jobs file can set."""
+    """Whether a line of a jobs file can set all parameters in which the clips differ."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the JSON of an existing clip that is complete and as requested, else None.
+    """Return the JSON of an existing clip that is complete; None if the clip must be made again.
 
-    If a run was killed between writing the clip's file and its JSON, the JSON is written now.
+    If a run was killed after it wrote the clip's file and before it wrote the JSON, the JSON is
+    written now. An error is raised if the clip has other parameters.
     """
     path, json_path = Path(output.path), Path(output.json_path)
     has_file, has_json = path.exists(), json_path.exists()
@@ -411,7 +412,7 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     name = changed[0]
     before, now = existing.get(name), metadata.get(name)
     # The default of `num_threads` depends on the number of ranks, so it may change unnoticed.
-    same = f"`num_threads` {before} keeps it; " if name == "num_threads" else ""
+    same = f"`num_threads` {before} keeps the clip; " if name == "num_threads" else ""
     error = _ChangedClipError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
         same + _REPLACE_OR_KEEP,
@@ -426,14 +427,14 @@ def _embedded(path: Path) -> dict[str, Any]:
         return check_clip_metadata(video.read_metadata(path), f"{path.name!r} is not a clip")
     except InputError as error:
         raise RequestError(
-            f"{path.name!r} exists without a JSON, and svdpp did not write it",
+            f"{path.name!r} exists without a JSON, and is not a clip of svdpp",
             _REPLACE_OR_KEEP,
             details={"path": str(path)},
         ) from error
 
 
 def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
-    """Whether a clip's file is the one that its JSON describes; False if the file is damaged."""
+    """Whether a clip's file is the file that the clip's JSON describes; False if it is damaged."""
     recorded = existing["file_sha256"]
     try:
         if recorded is not None and video.file_sha256(path) == recorded:
@@ -443,7 +444,8 @@ def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bo
         return False
     if recorded is not None and is_readable:
         raise RequestError(
-            f"{path.name!r} is not the file that its JSON describes: it was changed or replaced",
+            f"{path.name!r} is not the file that its JSON describes: the file was changed or "
+            "replaced",
             _REPLACE_OR_KEEP,
             details={"path": str(path), "recorded_sha256": recorded},
         )

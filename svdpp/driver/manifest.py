@@ -1,4 +1,4 @@
-"""Manifest of a run, `run.json`: the state of each clip, updated while the ranks work.
+"""`RunManifest`: the file `run.json` with the state of each clip, updated during the run.
 
 The table `clips.jsonl` is written together with the manifest.
 """
@@ -30,11 +30,12 @@ SCHEMA_VERSION = 1
 #: Name of the manifest's file in the output folder.
 MANIFEST = "run.json"
 
-# Seconds between two writes: short enough to follow a run, long enough for a network folder.
+# Seconds between two writes of the manifest: short enough to follow a run, and long enough for a
+# network folder.
 _WRITE_SECONDS = 1.0
-# Far above the size of a manifest with the largest allowed number of clips.
+# Largest size of a manifest in bytes, which is far above a manifest with `MAX_CLIPS` clips.
 _MAX_BYTES = 2**30
-# Seconds for the last write; a network folder that takes longer counts as not responding.
+# Timeout of the last write in seconds, after which a network folder counts as unresponsive.
 _LAST_WRITE_SECONDS = 20.0
 
 
@@ -42,7 +43,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """Return the content of a run's manifest.
 
     Raises:
-        InputError: The file is missing, is not a manifest, or has another version.
+        InputError: The file is missing, is not a manifest, or has another schema version.
     """
     data = read_small_file(path, "run's manifest", _MAX_BYTES)
     try:
@@ -50,7 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        hint = f"name a folder that svdpp run wrote, or its {MANIFEST}"
+        hint = f"name an output folder of svdpp run, or the {MANIFEST} in it"
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
     if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(
@@ -70,10 +71,11 @@ def open_manifest(
     """Return the manifest of a run that is about to begin.
 
     Args:
-        path: Path of the file.
+        path: Path of `run.json`.
         config: Configuration of the pipeline.
         clips: Plan of the run: clips to make, and finished clips.
-        lost: Entry for each input that cannot make a clip, with `output` None and the `error`.
+        lost: Entry for each input with an error, from which no clip can be made. `output` is None,
+            and `error` is the error as a JSON object.
         table: Path of `clips.jsonl`.
     """
     run = {
@@ -113,16 +115,16 @@ def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunManifest:
-    """Writer of `run.json`, a context manager that observes the events of a pipeline.
+    """Context manager that observes the events of a pipeline and writes `run.json`.
 
     A killed run leaves clips in the state `running`. A run that fails before a clip has begun
     restores the earlier `run.json`. If a write fails during the run, the run goes on, and the write
-    is tried again. A separate thread writes, because the caller's thread supervises the ranks.
+    is tried again. A separate thread writes the file, because the caller's thread supervises ranks.
 
     Args:
         path: Path of `run.json`.
-        run: Fields for the run as a whole.
-        clips: Entry for each clip of the pipeline, by index.
+        run: Fields of `run.json` that describe the run as a whole.
+        clips: Entry for each clip of the pipeline, by the clip's index.
         before: Entries of clips that were finished or lost before the run began.
         table: Table `clips.jsonl`, which is written with the manifest; None: there is no table.
         indices: Row in the table for each clip of the pipeline, by the clip's index.
@@ -169,7 +171,7 @@ class RunManifest:
     ) -> None:
         for index, clip in enumerate(self._clips):
             if clip["state"] == "running":
-                clip["state"] = "pending"  # no rank works on the clip any longer
+                clip["state"] = "pending"  # no rank works on the clip any more
                 self._update_row(index, "pending", {})
                 self._changed = True
         # An error of this write would hide the error that ended the run.
@@ -200,7 +202,7 @@ class RunManifest:
             self._write()
 
     def set_measurements(self, metrics: Mapping[str, Any]) -> None:
-        """Add the metrics of the run, for `svdpp report`. The end of the block writes them.
+        """Set the metrics of the run, for `svdpp report`. They are written at the end of the block.
 
         Args:
             metrics: JSON values by name.
@@ -209,10 +211,10 @@ class RunManifest:
         self._changed = True
 
     def mark_lost(self, output: str, error: OutputError) -> None:
-        """Set the state of a finished clip to failed, because its file was removed.
+        """Set the state of a finished clip to failed, because the clip's file was removed.
 
         Args:
-            output: Name of the clip's file, as in the clip's entry.
+            output: Name of the clip's file, as in the clip's entry of `run.json`.
             error: Error that names the missing file.
         """
         for clip in self._content["clips"]:
@@ -250,7 +252,7 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # Writing a long manifest takes at most a fiftieth of the time.
+        # The pause before the next write is 50 times as long as preparing this one took.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))
@@ -280,7 +282,7 @@ class RunManifest:
 
 
 def _replace_files(texts: Mapping[Path, str | None]) -> None:
-    """Write each file with its text. None in place of a text: the file is removed."""
+    """Write the given text to each file. A file whose text is None is removed."""
     for path, text in texts.items():
         if text is None:
             path.unlink(missing_ok=True)
@@ -293,11 +295,11 @@ def find_missing_outputs(
 ) -> dict[str, OutputError]:
     """Return an error for each finished clip whose video or JSON is missing in the output folder.
 
-    A user may delete files while the run writes others.
+    A user may have deleted files while the run was writing other files.
 
     Args:
         folder: Output folder of the run.
-        clips: Metadata of the finished clips. Its field `output` is the name of the video.
+        clips: Metadata of the finished clips, in which `output` is the name of the video.
 
     Returns:
         Errors by `output`, in the order of `clips`.
@@ -310,7 +312,7 @@ def find_missing_outputs(
     for name in (clip["output"] for clip in clips):
         if gone := [each for each in (name, f"{name}.json") if each not in there]:
             missing[name] = OutputError(
-                f"{str(folder / gone[0])!r} is gone: it was written, and removed during the run",
+                f"{str(folder / gone[0])!r} is gone: the file was removed during the run",
                 "the same command with `resume` makes the clip again",
                 details={"path": str(folder / gone[0])},
             )

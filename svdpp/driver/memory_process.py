@@ -1,9 +1,9 @@
-"""Memory estimates and FLOP counts, if needed in a separate process.
+"""Memory estimates and FLOP counts, in this process or in a separate one.
 
-Both take seconds of Python code. Under torchrun, rank 0 computes in a thread of the process that
-checks requests. That thread would wait for the interpreter, so there a separate process estimates.
-A process that starts its ranks estimates by itself, because a separate process would take seconds
-to import diffusers.
+An estimate or count takes seconds of Python code. Under torchrun, rank 0 is a thread of this
+process, and would wait for the interpreter meanwhile, so a separate process estimates. Without a
+launcher, this process estimates itself, because a separate process would take seconds to import
+diffusers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 
 _Task = Literal["memory", "flops"]
 
-#: Timeout in seconds. An estimate and its imports take seconds, on a machine that swaps minutes.
+#: Timeout of the separate process in seconds. An estimate takes seconds, and minutes on a machine
+#: that swaps.
 _TIMEOUT_SECONDS = 600.0
 _KEPT = 64
 _NAMES: Mapping[_Task, str] = {
@@ -51,15 +52,16 @@ def estimate_memory(
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
-        device: `cpu` or a CUDA device. The workspaces of CUDA kernels are not counted.
-        num_threads: Intra-op threads of a CPU rank. The choice of CPU kernels depends on them.
+        device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
+        num_threads: Number of intra-op threads of a rank on a CPU, on which the choice of kernels
+            depends.
         apart: Whether a separate process estimates, so that this process does not import diffusers
             (350 MB).
 
     Raises:
         RequestError: The model cannot make a clip of this size.
-        ModelError: A component cannot be made from its config.
-        SvdppError: The process failed, or took longer than 600 s.
+        ModelError: A component cannot be created from its config.
+        SvdppError: The separate process failed, or took longer than 600 s.
     """
     arguments = (checkpoint, model, sampling, device, num_threads)
     if not (apart or was_launched()):
@@ -68,7 +70,7 @@ def estimate_memory(
 
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
-    """Count the FLOPs of one clip's encode, of one step and of its decode.
+    """Count the FLOPs of a clip's encode, of one step, and of the clip's decode.
 
     Args:
         checkpoint: Checkpoint of the model; only its configs are read.
@@ -77,8 +79,8 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
 
     Raises:
         RequestError: The model cannot make a clip of this size.
-        ModelError: A component cannot be made from its config.
-        SvdppError: The process failed, or took longer than 600 s.
+        ModelError: A component cannot be created from its config.
+        SvdppError: The separate process failed, or took longer than 600 s.
     """
     arguments = (checkpoint, model, sampling)
     return PartFlops(*_in_process("flops", arguments)) if was_launched() else _count(arguments)
@@ -117,14 +119,14 @@ def _in_process(task: _Task, arguments: tuple[Any, ...]) -> list[Any]:
 
 
 def _estimate(arguments: tuple[Any, ...]) -> MemoryEstimate:
-    from svdpp.models.memory import estimate  # diffusers: seconds
+    from svdpp.models.memory import estimate  # this imports diffusers, which takes seconds
 
     checkpoint, model, sampling, device, num_threads = arguments
     return estimate(checkpoint, model, sampling, device=device, num_threads=num_threads)
 
 
 def _count(arguments: tuple[Any, ...]) -> PartFlops:
-    from svdpp.models import memory  # diffusers: seconds
+    from svdpp.models import memory  # this imports diffusers, which takes seconds
 
     return memory.count_flops(*arguments)
 
@@ -137,14 +139,14 @@ def _respond(task: _Task, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read a task from stdin, and write its result as the last line of stdout, in JSON."""
+    """Read a task from stdin, and write the result as JSON in the last line of stdout."""
     end_with_parent()
     task, arguments = pickle.load(sys.stdin.buffer)
     with environment_defaults():
         response = _respond(task, arguments)
     sys.stdout.write(json.dumps(response) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # a normal exit takes a second, because of the libraries
+    os._exit(0)  # a normal exit would take a second to unload libraries
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Python API: a pipeline whose ranks start once, and to which clips can be submitted any time."""
+"""`Pipeline`: Python API whose ranks start once and then make all submitted clips."""
 
 from __future__ import annotations
 
@@ -23,39 +23,41 @@ Metadata = Sequence[Mapping[str, Any]]
 
 
 class Pipeline(PipelineRanks):
-    """Ranks that share the steps of every clip. A context manager: ranks live inside the block.
+    """Context manager that starts ranks, which share the steps of every submitted clip.
 
-    Inside the block any thread may call any method. The pipeline's own thread handles the ranks'
-    events, so clips are made even if no thread waits for them. If a failure ends the run, `submit`,
-    `run`, `results`, `close`, the handles of unfinished clips and the end of the block raise it.
+        Inside the block, any thread may call any method. The pipeline's own thread handles the
+        events of the ranks, so clips are made even if no thread waits for them. If a failure ends
+        the run, `submit`, `run`, `results`, `close`, the handles of unfinished clips and the end of
+        the block raise the error.
 
-    The end of the block waits for all submitted clips. If an exception leaves the block, unfinished
-    clips are dropped. A pipeline can be entered once.
+        The end of the block waits for all submitted clips. If an exception leaves the block,
+        unfinished clips are dropped. A pipeline can be entered only once.
 
     Under torchrun or srun, the pipeline joins the launcher's ranks instead of starting ranks. Then
     only rank 0 enters the block; the other ranks call `serve`.
 
     Args:
-        config: Configuration to run. Number of frames and decode chunk get the model's defaults.
-        layout: `auto`: the layout with the best forecast, at the costs of the configuration (by
+        config: Configuration to run. The model's defaults replace None in it.
+        layout: `auto`: the layout with the best forecast, with the costs of the configuration (by
             default published costs). `data-parallel`: each rank makes whole clips. None or
             `pipeline`: the layout of the configuration.
-        num_clips: Number of clips for the forecast; `auto` needs it.
+        num_clips: Number of clips for the forecast, which `auto` needs.
         checkpoint: Checkpoint of the model; None: its configs are read.
-        tensor_folder: Folder for the latent of each transfer and the frames, for verification;
-            None: no tensors are kept.
-        latents_folder: Folder for latent checkpoints of requests with a `latents_key`, each kept
-            until its clip is finished. Requests with `done_steps` resume from a checkpoint.
+        tensor_folder: Folder in which the latent of each transfer and the frames are kept for
+            verification; None: no tensors are kept.
+        latents_folder: Folder for latent checkpoints of requests with a `latents_key`. A checkpoint
+            is kept until the clip is finished. Requests with `done_steps` resume from a checkpoint.
         profile_path: Path of the torch.profiler trace of one clip on rank 0; "": no trace.
-        shared_paths: Paths of images and output folders. Ranks on several hosts start only if every
-            host has these paths and `latents_folder`.
+        shared_paths: Paths of images and output folders. Ranks on several hosts start only if these
+            paths and `latents_folder` exist on every host.
         history_clips: Number of the latest clips that `trace` keeps, and of the latest lost clips
-            that `failures` keeps. A pipeline that runs for days needs a limit. None: all.
-        trace_clips: Number of the latest clips that `trace` keeps; None: `history_clips`.
+            that `failures` keeps. A pipeline that runs for days needs a limit. None: no limit.
+                    trace_clips: Number of the latest clips that `trace` keeps; None:
+                        `history_clips`.
         ranks_ignore_signals: Whether ranks that this process starts ignore INT, TERM and HUP. A
             service finishes its clips after such a signal, and the signal often reaches all
             processes.
-        fault: Function that each rank calls first, with its number. Tests use it to damage a rank.
+        fault: Function that each rank calls first, with its rank number. Tests inject faults by it.
     """
 
     @property
@@ -79,37 +81,38 @@ class Pipeline(PipelineRanks):
         """Submit clips without waiting. The ranks make clips in the order of submission.
 
         Args:
-            requests: One request or several. If the ranks cannot make one of the clips, none is
+            requests: One or several requests. If the ranks cannot make one of the clips, no clip is
                 submitted.
             metadata: Fields to add to each clip's JSON.
 
         Returns:
-            Handle of a single request, or list of handles in the order of the requests.
+            Handle of the clip for a single request; otherwise a list of handles in the order of the
+                    requests.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: The run has ended. This error is the reason of the end.
+            SvdppError: The run has ended because of this error.
         """
         if isinstance(requests, ClipRequest):
             return self._submit([requests], metadata, for_results=True)[0]
         return self._submit(requests, metadata, for_results=True)
 
     def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]:
-        """Submit clips and wait for these clips only.
+        """Submit clips, and wait for these clips but for no others.
 
         Args:
             requests: Requests of the clips.
             metadata: Fields to add to each clip's JSON.
 
         Returns:
-            Results in the order of the requests. `results` does not yield these.
+            Results in the order of the requests. The method `results` does not yield them again.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: A clip was lost; the error of the first lost clip is raised once all other
-                clips are made. Or the run ended with this error.
+            SvdppError: A clip was lost (the error of the first lost clip is raised when all other
+                clips are finished), or the run ended with this error.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -119,11 +122,11 @@ class Pipeline(PipelineRanks):
         return [handle.result() for handle in handles]
 
     def results(self) -> Iterator[ClipResult]:
-        """Yield the results of submitted clips as they finish, until none is left.
+        """Yield the result of each submitted clip as the clip finishes, until no clip is left.
 
-        Each result is yielded once, in one of the iterating threads. Results that a handle's
-        `result` has returned are left out. Lost clips are left out too: their handles and
-        `failures` have the errors.
+        If several threads iterate, each result is yielded in only one of them. Results that a
+        handle's `result` has returned are not yielded. Lost clips are not yielded either; their
+        handles and `failures` have the errors.
 
         Raises:
             ClosedError: The pipeline is not open.
@@ -159,7 +162,9 @@ class Pipeline(PipelineRanks):
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
-            except BaseException as error:  # a rank with the clips would wait for a rank without
+            except (
+                BaseException
+            ) as error:  # ranks that got the clips would wait for ranks that did not
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise
@@ -168,10 +173,11 @@ class Pipeline(PipelineRanks):
     def prepare_image(self, request: ClipRequest) -> None:
         """Ask the ranks to prepare the image of a later clip while they work on other clips.
 
-        This call does not wait. Each rank that encodes sends an `ImageReady` event when it is done.
+        This call does not wait. Each rank that encodes sends an `ImageReady` event when the image
+        is prepared.
 
         Args:
-            request: Request of the clip. The request that is submitted later must be equal.
+            request: Request for the clip. The request that is submitted later must be equal.
 
         Raises:
             ClosedError: The pipeline is not open.
@@ -185,7 +191,7 @@ class Pipeline(PipelineRanks):
     # --- plan and forecast ----------------------------------------------------------------------
 
     def schedule(self, requests: Sequence[ClipRequest]) -> Schedule:
-        """Return the list of each rank's actions for the first clips of the run.
+        """Return the action list of each rank for the first clips of the run.
 
         Args:
             requests: Requests of the clips, from clip 0 on.
@@ -195,9 +201,9 @@ class Pipeline(PipelineRanks):
         )
 
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
-        """Return simulated times of each rank's actions for the first clips of the run.
+        """Simulate the first clips of the run with measured costs; return the times of all actions.
 
-        The simulation uses the mean costs that this run has measured.
+        The simulation uses the mean costs that this run has measured so far.
 
         Args:
             requests: Requests of the clips, from clip 0 on.
@@ -211,10 +217,10 @@ class Pipeline(PipelineRanks):
     # --- entry and exit -------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check that this host's ranks fit into its free memory. Entering the block checks it too.
+        """Check that this host's ranks fit into its free memory, as entering the block does.
 
         Raises:
-            OutOfMemoryError: The ranks do not fit.
+            OutOfMemoryError: The ranks need more memory than the host has free.
         """
         num_local = None if self.world is None else self.world.local_size
         check_memory(self.config, self.checkpoint, self.config.layout.roles[:num_local])
@@ -245,7 +251,7 @@ class Pipeline(PipelineRanks):
             return
         try:
             self.close()
-        except BaseException as interruption:  # a signal, or the error that ended the run
+        except BaseException as interruption:  # a signal has arrived, or an error has ended the run
             self._leave_by(interruption)
             raise
 
@@ -254,15 +260,15 @@ class Pipeline(PipelineRanks):
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self.world is not None:
-            raise reraisable(failure)  # a launcher also ends rank 0 when another rank has died
+            raise reraisable(failure)  # the launcher interrupts rank 0 when another rank dies
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:
         """End the ranks, as the end of the block does; do nothing if the pipeline is closed.
 
         Args:
-            drain: Whether to wait for all submitted clips first. Otherwise the unfinished clips are
-                dropped at once, and their handles raise `ClosedError`.
+            drain: Whether to wait for all submitted clips first. Otherwise unfinished clips are
+                dropped immediately, and their handles raise `ClosedError`.
 
         Raises:
             SvdppError: The run had failed before its last clip was finished.

@@ -1,4 +1,4 @@
-"""Ranks of a pipeline: their start or rendezvous, their common settings, and their end."""
+"""`PipelineRanks`: start or rendezvous of a pipeline's ranks, shared settings, and end."""
 
 from __future__ import annotations
 
@@ -28,12 +28,14 @@ from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
-# Fields of the configuration that may differ between hosts, or that other code compares.
+# Fields of the configuration that are not compared between hosts, because they may differ or other
+# code compares them.
 _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
 )
-# Seconds to wait for the pipeline's thread. It ends within one poll unless an observer blocks it.
+# Seconds to wait until the pipeline's thread has ended, which takes one poll unless an observer
+# blocks the thread.
 _ABORT_SECONDS = 5.0
 
 
@@ -43,14 +45,14 @@ def _check_arguments(
     kind = type(config).__name__
     require(isinstance(config, PipelineConfig), f"Pipeline takes a PipelineConfig, got {kind}")
     for limit in (history_clips, trace_clips):
-        wrong = f"a history has 1 clip or more, got {limit}"
+        wrong = f"history_clips and trace_clips must be 1 or more, got {limit}"
         require(limit is None or limit >= 1, wrong, got=limit, minimum=1)
 
 
 class PipelineRanks:
-    """Ranks of a pipeline. This process starts the ranks, or joins them if a launcher started them.
+    """Ranks of a pipeline, which this process starts or, with a launcher, joins.
 
-    The pipeline's thread receives the ranks' events all the time, so that ranks never wait for a
+    The pipeline's thread continuously receives events of the ranks, so that ranks never wait for a
     reader. The thread ends when the pipeline is closing and all clips are done, when a rank fails,
     or after `_abort`.
     """
@@ -73,9 +75,10 @@ class PipelineRanks:
     ) -> None:
         _check_arguments(config, history_clips, trace_clips)
         self.world = find_world()
-        """World of the launcher of this process; None if the pipeline starts the ranks."""
+        """World that a launcher gave this process; None: no launcher, the pipeline starts the
+        ranks."""
         self.layout_reason = ""
-        """Reason for the chosen layout in one line; "" if the user gave the layout."""
+        """Reason for the choice of the layout, in one line; "" if the user gave the layout."""
         if layout is not None:
             request = PipelineRequest.of(
                 config,
@@ -94,7 +97,8 @@ class PipelineRanks:
         self.trace = Trace(config.world_size, trace_clips or history_clips)
         """Measurements of the run so far."""
         self.run_error: BaseException | None = None
-        """Error that ended the run before its last clip; None if there was none so far."""
+        """Error that ended the run before the last clip was finished; None: no such error so
+        far."""
         self._setup = RankSetup(
             config=self.config,
             checkpoint=self.checkpoint,
@@ -118,32 +122,36 @@ class PipelineRanks:
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
-        # A daemon thread, so that a program that never leaves the block can end, and its ranks too.
+        # This is a daemon thread, so that a program that never leaves the block can still end.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleanup_lock = threading.RLock()  # reentrant: a signal handler may also close
+        self._cleanup_lock = (
+            threading.RLock()
+        )  # reentrant, because a signal handler may also close the pipeline
         self._closed_error = ClosedError("the pipeline was closed before the clip was finished")
-        # Held while clips get their indices and are sent to the ranks. So all ranks get the clips
-        # in the same order. Reentrant, because a signal handler may close the pipeline meanwhile.
+        # Lock that is held while clips get indices and are sent to the ranks, so that all ranks get
+        # the clips in the same order. It is reentrant, because a signal handler may close the
+        # pipeline meanwhile.
         self._submit_lock = threading.RLock()
-        # Whether the block was entered, no more clips are accepted, and all is cleaned up.
+        # Flags: the block was entered; no more clips are accepted; everything is cleaned up.
         self._is_entered = self._is_closing = self._is_closed = False
 
     def observe(self, observer: Observer) -> None:
         """Register an observer for all later events of the ranks.
 
         Args:
-            observer: Function of a rank and an event, which the pipeline's thread calls. It must be
-                quick, and an exception in it ends the run. It may submit clips, but must not wait.
+            observer: Function that the pipeline's thread calls with the rank and the event. It must
+                be quick, and may submit clips but not wait for clips. An exception in it ends the
+                run.
         """
         self._observers = (*self._observers, observer)
 
     def serve(self, *, say: Callable[[str, bool], None]) -> None:
-        """Work as a rank other than 0 until rank 0 ends the work; a failure ends the process.
+        """Run a rank other than 0 in this process, until rank 0 ends the run.
 
-        Observers get only the events of this rank.
+        If the rank fails, the process exits. Observers get only the events of this rank.
 
         Args:
             say: Function that prints the last message of this process. Its second argument is True
@@ -166,7 +174,7 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End the launcher's other ranks, if there is no work. Call this instead of the block.
+        """End all ranks that a launcher started, without work. Call this instead of the block.
 
         Raises:
             RankError: A rank does not connect in time.
@@ -229,7 +237,7 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            begun = time.monotonic()  # joining a launcher's ranks has its own deadline
+            begun = time.monotonic()  # the rendezvous had its own deadline
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
         )
@@ -245,7 +253,7 @@ class PipelineRanks:
             raise
 
     def _wait_for_end(self) -> None:
-        """Wait until all clips are done and the ranks have ended. Set `_is_closing` before."""
+        """Wait until all clips are done and the ranks have ended. `_is_closing` must be set."""
         if self._is_closed:
             return
         self._has_ended.wait()
@@ -254,13 +262,13 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _abort(self, error: BaseException | None) -> BaseException | None:
-        """End the ranks at once. If the pipeline's thread calls this, it returns before the end.
+        """End the ranks immediately. In the pipeline's thread, the call returns before they end.
 
         Args:
             error: Reason that is sent to ranks on other hosts; None: no more results are needed.
 
         Returns:
-            Error that had ended the run before this call; None if there was none.
+            Error that had ended the run before this call; None if no error had ended it.
         """
         if self._supervisor is None:
             return None
@@ -268,15 +276,18 @@ class PipelineRanks:
         self._supervisor.abort(self._closed_error)
         if threading.current_thread() is self._thread or self._is_closed:
             return None
-        is_running = self._thread.ident is not None  # False if the system refused the thread
+        # False if the system refused to start the thread.
+        is_running = self._thread.ident is not None
         if not (is_running and self._has_ended.wait(_ABORT_SECONDS)):
-            self._end(self._closed_error)  # an observer blocks the thread: do not wait
+            self._end(
+                self._closed_error
+            )  # an observer blocks the thread, so this call does not wait for it
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                failure = None  # all ranks got the signal; another reported first
+                failure = None  # all ranks got the signal, and another rank reported it first
         self._clean_up(failure or error)
         return failure
 
@@ -321,7 +332,7 @@ class PipelineRanks:
                     )
             for observer in self._observers:
                 observer(rank, event)
-        finally:  # last: observers see a clip's event before its result is available
+        finally:  # called last, so that observers see a clip's event before the result is available
             self._clips(rank, event)
 
 
@@ -344,7 +355,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
         for name, value in values.items()
         if name not in _HOST_SPECIFIC_FIELDS
     }
-    # A commit identifies the weights of a hub model, a fingerprint the weights in a folder.
+    # Weights of a hub model are identified by the commit, weights in a folder by the fingerprint.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
     for name, files in (
@@ -359,12 +370,12 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
     """Whether ranks have different devices or library versions, so that their bits may differ.
 
     Args:
-        started: `Started` event of each rank, with its device and conditions.
-        backend: Backend of the process group. Under NCCL, ranks cannot share a GPU.
-        allowed: Whether the ranks may differ.
+        started: `Started` event of each rank, with device and conditions.
+        backend: Backend of the process group. With NCCL, ranks cannot share a GPU.
+        allowed: Whether ranks are allowed to differ.
 
     Raises:
-        RequestError: The ranks differ although they may not, or share a GPU under NCCL.
+        RequestError: Ranks differ although this is not allowed, or share a GPU with NCCL.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):
@@ -374,7 +385,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
             raise RequestError(
                 f"ranks {other} and {rank} have the same GPU ({event.uuid}), and NCCL allows one "
                 "rank per GPU",
-                "give each task its own GPU, or use `device` cuda:0 to share one over gloo",
+                "give each task its own GPU, or use `device` cuda:0 to share one GPU over gloo",
                 details={"ranks": [other, rank], "uuid": event.uuid},
             )
     differences = [

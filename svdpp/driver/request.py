@@ -1,4 +1,4 @@
-"""Request of a pipeline: resolves a user's options to one configuration of ranks and layout."""
+"""`PipelineRequest`: resolves a user's options to a configuration of ranks and layout."""
 
 from __future__ import annotations
 
@@ -29,26 +29,28 @@ if TYPE_CHECKING:
     from svdpp.models.checkpoint import Checkpoint
     from svdpp.plan.choose import Choice
 
-#: Name of the costs that are assumed if the user gives none. They are of one GPU, but serve for
-#: others too: the best layout depends mainly on the ratio of a decode's time to a step's time.
+#: Name of the costs that are assumed if the user gives no costs. They were measured on one kind of
+#: GPU, but are used for all: the best layout depends mainly on the ratio of decode to step time.
 ASSUMED_COSTS = "svd-xt-a100"
 
 
 def assumed_costs(*, decodes: bool, family: str) -> CostModel:
-    """Return the costs to assume: published ones for SVD with decodes, else only a step costs time.
+    """Return the costs to assume if the user gives no costs.
+
+    For SVD these are published costs. For other models, only steps cost time.
 
     Args:
-        decodes: Whether the model decodes; the dummy does not, unless it sleeps.
+        decodes: Whether the model decodes clips. The dummy model does so only if it sleeps.
         family: Family of the model.
     """
     return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else CostModel()
 
 
 def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
-    """Return costs with the launcher's number of ranks on each host, which a costs file lacks.
+    """Return a copy of costs with the launcher's number of ranks on each host.
 
     Args:
-        costs: Costs of any machine.
+        costs: Costs, such as those of a costs file, which lack this number.
         launched: World of the launcher; None: all ranks are on this host.
     """
     return replace(costs, ranks_per_host=None if launched is None else launched.ranks_per_host)
@@ -61,18 +63,18 @@ def describe_assumed_costs(costs: CostModel) -> str:
         costs: Costs that are assumed because the user gave none.
     """
     if costs.device:
-        of = f"by the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
+        of = f"with the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
         return f"{of}; svdpp profile measures yours"
-    return "no times are known: a step counts as 1 s, and all else as 0 s; --costs gives them all"
+    return "no times are known: a step counts as 1 s, all else as 0 s; --costs gives real times"
 
 
 def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> str:
-    """Return the device; for `auto`, a GPU if this machine has one, else the CPU for small models.
+    """Return the device. For `auto`, this is a GPU if there is one, or the CPU for small models.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         model_name: Name of the model.
-        any_on_cpu: Whether the CPU is acceptable for every model, as it is for a check.
+        any_on_cpu: Whether the CPU is acceptable for every model, as for a check without a run.
 
     Raises:
         RequestError: The machine has no GPU, and the model is too slow for a CPU.
@@ -84,18 +86,18 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
     if visible_gpus():
         import torch
 
-        if torch.cuda.is_available():  # False for a CPU build of torch
+        if torch.cuda.is_available():  # `is_available` is false for a CPU build of torch
             return "cuda"
     if any_on_cpu or model_name in (*DEMO_MODELS, DUMMY_MODEL):
         return "cpu"
     raise RequestError(
         "there is no GPU, and this model takes minutes for each step on a CPU",
-        "`device` cpu runs it there anyway; `model` demo or demo-text is small enough",
+        "`device` cpu runs the model anyway; `model` demo or demo-text is small enough",
     )
 
 
 def default_dtype(device: str, family: str) -> Dtype:
-    """Return the precision that diffusers' examples use.
+    """Return the precision that diffusers' examples use for a model family.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
@@ -108,7 +110,7 @@ def default_dtype(device: str, family: str) -> Dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRequest:
-    """Pipeline that a user asks for; `resolve` chooses the values that the user leaves open.
+    """Pipeline that a user requests; `resolve` chooses the values that the user leaves open.
 
     The command line, benchmarks and `Pipeline(config, layout=...)` each create such a request.
 
@@ -119,48 +121,52 @@ class PipelineRequest:
     model: ModelConfig
     sampling: SamplingConfig
     device: str
-    """`cpu`, `cuda` or `cuda:N`."""
+    """Device of the ranks: `cpu`, `cuda` or `cuda:N`."""
     layout: LayoutName | None = None
     """Name of the layout. None: `pipeline`, or for a server the server's default."""
     parallel: Mapping[str, Any] = field(default_factory=dict)
-    """Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`."""
+    """Fields of `ParallelConfig` that the user has set; `cfg_parallel_size` can also be `auto`."""
     num_ranks: int | None = None
-    """Number of ranks W; None: see `default_world`."""
+    """Number of ranks; None: `default_world` ranks."""
     num_threads: int | None = None
-    """CPU threads of each rank; None: the cores divided by the ranks, on CUDA 1."""
+    """Number of CPU threads of each rank. None: 1 on CUDA; on the CPU, the number of cores divided
+    by the number of ranks."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the `PipelineConfig`, such as `timeout_seconds`."""
+    """Further fields of `PipelineConfig`, such as `timeout_seconds`."""
     num_clips: int | None = None
-    """Number of clips of the run; None: only another process knows it."""
+    """Number of clips of the run. None: not known in this process, because only rank 0 knows it."""
     launched: World | None = None
-    """The launcher's world; None: this process starts the ranks."""
+    """World that a launcher gave this process; None: this process starts the ranks."""
     serves: bool = False
-    """Whether a server makes the clips. A user then waits for each clip, and chooses its steps."""
+    """Whether a server makes the clips, so that a user waits for each clip, and may choose the
+    number of steps."""
     steps_vary: bool = False
-    """Whether clips have different numbers of steps, some of which the number of ranks may not
-    divide."""
+    """Whether clips have different numbers of steps, so that some may not be divisible by the
+    number of ranks."""
     time_scale: float | None = None
-    """Factor of the costs for the seconds that the dummy model sleeps; None: no sleep."""
+    """Factor by which costs are multiplied to get the seconds that the dummy model sleeps; None:
+    the model does not sleep."""
     costs: CostModel | None = None
-    """Costs of the forecasts, with the number of ranks on each host; None: assumed costs."""
+    """Costs for forecasts, with the number of ranks on each host; None: `assumed_costs`."""
     expert_boundary: int | None = None
-    """Number of steps of the first expert, if the model's configs are not at hand; None: the
-    configs are read."""
+    """Number of steps of the high-noise expert, if the model's configs cannot be read. None: the
+    number is computed from the configs."""
     memory_gib: tuple[float, ...] | None = None
-    """Memory of each device in GiB, for the choice of a layout; None: measured on this machine."""
+    """Memory of each device in GiB, for the choice of a layout. None: the free memory of this
+    machine's devices."""
     default_world: int | None = None
-    """Number of ranks if neither user nor launcher gives it; None: one for each GPU of this
-    machine, or 2 on the CPU."""
+    """Number of ranks if neither the user nor a launcher gives a number. None: one rank for each
+    GPU of this machine, or 2 on the CPU."""
     checkpoint: Checkpoint | None = None
-    """Checkpoint of the model; None: its configs are read if they are needed."""
+    """Checkpoint of the model; None: the model's configs are read if they are needed."""
 
     @staticmethod
     def of(config: PipelineConfig, **more: Any) -> PipelineRequest:
         """Return the request for a configuration.
 
         Args:
-            config: Configuration from a user of the Python API. Default costs in it count as
-                assumed costs.
+            config: Configuration from a user of the Python API. If its costs are the default,
+                assumed costs are used.
             more: Further fields, such as `layout` and `num_clips`.
         """
         given = {
@@ -187,19 +193,22 @@ class PipelineRequest:
         check_choices(self.layout, self.parallel)
 
     def resolve(self) -> tuple[PipelineConfig, str]:
-        """Return the configuration, and a sentence on the choice of ranks and layout.
+        """Choose ranks and layout, and return the configuration with the reason.
 
         Returns:
-            The configuration, and the sentence; "" if nothing was chosen.
+            Configuration, and a sentence on the choice of ranks and layout; "" if nothing was
+            chosen.
 
         Raises:
             RequestError: The fields contradict each other, the model or the machine.
-            OutOfMemoryError: No layout fits the devices' memory.
+            OutOfMemoryError: No layout fits into the memory of the devices.
         """
         self._check_time_scale()
         parallel, costs, reason = self._chosen()
         why = "; ".join(filter(None, (self._note, reason)))
-        if self.time_scale is not None:  # transfers and files take their real time
+        if (
+            self.time_scale is not None
+        ):  # transfers and files are real, so only device work is scaled
             costs = costs.scaled(self.time_scale)
         config = PipelineConfig(
             world_size=self.world_size,
@@ -225,7 +234,7 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return this request with as many steps as ranks, at least two because of schedulers."""
+        """Return a copy with as many steps as ranks, but at least two, for some schedulers."""
         world_size = self.world_size
         sampling = replace(self.sampling, num_inference_steps=max(world_size, 2))
         return replace(self, sampling=sampling, num_ranks=world_size)
@@ -234,7 +243,7 @@ class PipelineRequest:
     def _threads(self) -> int:
         if self.num_threads is not None:
             return self.num_threads
-        if self.device.startswith("cuda"):  # bits then do not depend on the number of ranks
+        if self.device.startswith("cuda"):  # so that bits do not depend on the number of ranks
             return 1
         num_local = self.world_size if self.launched is None else self.launched.local_size
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
@@ -262,51 +271,51 @@ class PipelineRequest:
 
     @cached_property
     def _boundary(self) -> int | None:
-        """Number of steps of the first of two experts; None: the model has one denoiser."""
+        """Number of steps of the high-noise expert; None: the model has one denoiser."""
         boundary = self.expert_boundary
         if boundary is None:
             checkpoint, sampling = self._checkpoint_and_sampling
             boundary = None if checkpoint is None else checkpoint.expert_boundary(sampling)
         is_shared = bool(self.parallel.get("share_experts"))
         only = "`share_experts` is for models with two experts"
-        require(boundary is not None or not is_shared, only, "leave it out")
+        require(boundary is not None or not is_shared, only, "leave `share_experts` out")
         return boundary
 
     # --- the number of ranks, and the split -------------------------------------------------------
 
     @property
     def uses_auto(self) -> bool:
-        """Whether a forecast chooses the layout or a field of it."""
+        """Whether a forecast chooses the layout, or a field of the layout."""
         return "auto" in (self.layout, self.parallel.get("cfg_parallel_size"))
 
     @property
     def _pair_size(self) -> int:
-        """Number of ranks that share each step; 1 if `auto` decides it."""
+        """Number of ranks that share each step; 1 if `auto` decides whether ranks form pairs."""
         size = self.parallel.get("cfg_parallel_size", 1)
         return 1 if size == "auto" else int(size)
 
     def _overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of the given fields that `auto` would otherwise choose."""
+        """Return the user's values for those fields that `auto` would otherwise choose."""
         options = layout_options()
         return {name: each for name, each in given.items() if "auto" in options[name].chosen_by}
 
     def _requires_even_steps(self, given: Mapping[str, Any]) -> bool:
-        """Whether the number of ranks must divide the steps."""
+        """Whether the number of steps must be divisible by the number of ranks."""
         is_pipeline = self.layout in (None, "pipeline") and "data_parallel_size" not in given
         return is_pipeline and given.get("split", "uniform") == "uniform"
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Fields of `parallel`, with `_default_split` as the split if the user gives none."""
+        """Fields of `parallel`, with `_default_split` as the split if the user gives no split."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 
     @property
     def _default_split(self) -> str | None:
-        """Split to use instead of the default if the user gives none; None: the default."""
+        """Split to use if the user gives no split; None: the default of `ParallelConfig`."""
         given = self.parallel
         can_be_balanced = self._requires_even_steps(given) and "split" not in given
-        if self._boundary is not None:  # such models rarely have equal steps
+        if self._boundary is not None:  # two experts rarely have equal numbers of steps
             if can_be_balanced and self.expert_boundary is None:
                 return "balanced"
         elif (self.serves or self.steps_vary) and not self.layout and not self._overrides(given):
@@ -317,12 +326,12 @@ class PipelineRequest:
 
     @property
     def _uses_all_devices(self) -> bool:
-        """Whether all devices are used: neither user nor launcher gives a number of ranks."""
+        """Whether all devices are used: neither user nor launcher sets the number of ranks."""
         return self.launched is None and self.num_ranks is None
 
     @cached_property
     def _devices(self) -> int:
-        """Number of ranks that the devices of this machine allow."""
+        """Number of ranks for which this machine has devices."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":
@@ -333,14 +342,14 @@ class PipelineRequest:
 
     @property
     def _has_remainder(self) -> bool:
-        """Whether the number of steps is not a multiple of the number of stages on all devices."""
+        """Whether the number of steps is not divisible by the number of stages on all devices."""
         num_decoders = int(self.parallel.get("num_decoders", 1))
         stages = max(1, self._devices // self._pair_size - num_decoders + 1)
         return self.sampling.num_inference_steps % stages > 0
 
     @cached_property
     def _note(self) -> str:
-        """Sentence on the number of ranks, or on the split, if all devices are to be used."""
+        """Sentence on the choice of the number of ranks or the split; "" without a choice."""
         if not self._uses_all_devices or self.uses_auto:
             return ""
         count, used, steps = self._devices, self.world_size, self.sampling.num_inference_steps
@@ -372,7 +381,7 @@ class PipelineRequest:
             require(
                 requested in (None, launched.size),
                 f"`world_size` {requested} disagrees with the launcher's world of {launched.size}",
-                "leave it out",
+                "leave `world_size` out",
                 gpus=requested,
                 world_size=launched.size,
             )
@@ -380,7 +389,7 @@ class PipelineRequest:
         if requested is not None:
             return requested
         stages = max(1, self._devices // self._pair_size)
-        # The user asks for a uniform split.
+        # The user has requested a uniform split.
         if self._requires_even_steps(self._given) and "split" in self._given:
             stages = largest_world(self.sampling.num_inference_steps, stages)
         return self._pair_size * stages
@@ -396,8 +405,10 @@ class PipelineRequest:
 
     @cached_property
     def pairs(self) -> bool:
-        """Whether `auto` may choose pairs of ranks, because pairs do not change the clip's bits."""
-        if self.expert_boundary is not None:  # such a model has two calls in each step
+        """Whether `auto` may choose pairs of ranks, because pairs do not change the bits."""
+        if (
+            self.expert_boundary is not None
+        ):  # models with two experts call the denoiser once per branch
             return True
         if self.settings.get("allow_mixed_devices"):
             return False
@@ -409,7 +420,7 @@ class PipelineRequest:
 
     @cached_property
     def counts(self) -> dict[str, Any]:
-        """Arguments of `choose_layout` and `compare_layouts` besides the layout itself.
+        """Arguments of `choose_layout` and `compare_layouts`, except the layout itself.
 
         Raises:
             RequestError: The number of clips is not known.
@@ -422,10 +433,12 @@ class PipelineRequest:
                 details={"rank": 0},
             )
         needs, limits = self._memory()
-        # A server without pairs also takes clips without guidance. So pairs need the user's choice.
+        # A server with pairs cannot make clips without guidance, so only the user can choose pairs
+        # for a server.
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
-        # Only the user sets the fields without `chosen_by`, so all layouts have the user's values.
+        # Fields without `chosen_by` are set only by the user, so all layouts have the user's
+        # values.
         kept = {name for name, option in layout_options().items() if not option.chosen_by}
         return {
             **{name: value for name, value in given.items() if name in kept},
@@ -440,15 +453,16 @@ class PipelineRequest:
         }
 
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
-        """Return the memory of the model's parts, as fields of `CostModel`, and GiB of each device.
+        """Return the memory of the model's parts (fields of `CostModel`) and of each device in GiB.
 
-        Both are empty if they are unknown or do not matter, as on the CPU.
+        Both are empty if they are unknown, or do not matter, as on the CPU.
         """
         if self.memory_gib is not None:
             return {}, self.memory_gib
         if self.device == "cpu" or self.model.is_dummy:
             return {}, ()
-        from svdpp.driver.resolve import memory_of_devices  # diffusers: seconds
+        # This imports diffusers, which takes seconds.
+        from svdpp.driver.resolve import memory_of_devices
 
         return memory_of_devices(
             self.model, self.sampling, self.device, self.world_size, checkpoint=self.checkpoint
@@ -456,10 +470,10 @@ class PipelineRequest:
 
     @cached_property
     def choice(self) -> Choice | None:
-        """Layout that `auto` chooses; None if the request gives the layout.
+        """Layout that `auto` chooses; None if the user gives the layout.
 
         Raises:
-            OutOfMemoryError: No layout fits the devices' memory.
+            OutOfMemoryError: No layout fits into the memory of the devices.
         """
         from svdpp.plan.choose import choose_layout
 
@@ -478,7 +492,7 @@ class PipelineRequest:
         )
 
     def _chosen(self) -> tuple[ParallelConfig, CostModel, str]:
-        """Return the layout's fields, its costs, and a sentence on why `auto` chose the layout.
+        """Return fields and costs of the layout, and a sentence on why `auto` chose the layout.
 
         The sentence is empty if the user chose the layout.
         """
@@ -488,7 +502,7 @@ class PipelineRequest:
             if self.layout == "data-parallel":
                 given["data_parallel_size"] = max(1, self.world_size // self._pair_size)
             return ParallelConfig(**given), self._planned_costs, ""
-        # The number of ranks that decode follows from the model.
+        # The number of ranks that decode is determined later, from the model.
         parallel = replace(choice.layout.parallel, decode_parallel_size=None)
         why = f"layout: {choice.reason}"
         if self.costs is None:

@@ -1,4 +1,4 @@
-"""Scheduler of requests: checks them, and creates the messages that send clips to the ranks."""
+"""`RequestScheduler`: checks requests, and creates the messages that send clips to the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Number of clips for each rank among which every route of any split occurs.
+# Number of clips per rank after which every route of a split has occurred.
 _ROUTES = 4
 
 
@@ -36,16 +36,16 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # Files by LoRA with weight 1: both as the request names it, and as it was found.
+        # LoRA files by LoRA with weight 1, both as the request names it and with the path found.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self.router = Router(config, checkpoint)
-        """Router of the clips. Each rank has an equal router, and so derives the same routes."""
+        """Router of the clips. Each rank has an equal router, and so computes the same routes."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
-        """Return a request with the paths of its LoRAs, and with default frames and decode chunk.
+        """Return a request with resolved sampling parameters and with the paths of its LoRAs.
 
         Raises:
-            RequestError: The model loads no LoRAs.
+            RequestError: The model cannot make the clip, or loads no LoRAs.
             ModelError: A LoRA is missing, damaged, or does not fit the model.
         """
         if request.loras:
@@ -80,7 +80,8 @@ class RequestScheduler:
         if checkpoint is None:
             raise RequestError("the dummy model takes no `loras`")
         if lora.source not in self._found_loras:
-            from svdpp.models.engine.loras import check_loras_fit  # diffusers: seconds
+            # This imports diffusers, which takes seconds.
+            from svdpp.models.engine.loras import check_loras_fit
 
             check_loras([lora], checkpoint)
             file = find_lora(
@@ -97,12 +98,14 @@ class RequestScheduler:
             sampling: Sampling parameters of the clip, resolved or not.
 
         Raises:
-            RequestError: The model cannot make the clip, or the ranks cannot divide its steps. The
+            RequestError: The model cannot make the clip, or the ranks cannot divide the steps. The
                 hint names the parameter to change.
         """
         request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
         try:
-            for clip in range(_ROUTES * self._config.world_size):  # `alternating` has many routes
+            for clip in range(
+                _ROUTES * self._config.world_size
+            ):  # with the split `alternating`, clips have different routes
                 self.router.route(clip, request)
         except RequestError as error:
             default_steps = self._config.sampling.num_inference_steps
@@ -113,7 +116,7 @@ class RequestScheduler:
             raise RequestError(error.message, hint, details=details) from error
 
     def resolve_requests(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
-        """Check requests and return them as a list, resolved.
+        """Check requests, and return the resolved requests as a list.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.
@@ -155,9 +158,9 @@ class RequestScheduler:
     def messages(
         self, requests: Sequence[ClipRequest], metadata: Sequence[Mapping[str, Any]], first: int
     ) -> dict[int, bytes]:
-        """Return the message for each rank, by rank. Without requests there is no message.
+        """Return the message with new clips for each rank, by rank; empty if there are no requests.
 
-        A message has all clips. Each rank derives its own actions from the message.
+        Each message contains all clips, and each rank computes its own actions from it.
 
         Args:
             requests: Resolved and checked requests.
@@ -177,7 +180,7 @@ class RequestScheduler:
             ClipJob(clip=clip, request=request, metadata=dict(recorded))
             for clip, (request, recorded) in enumerate(zip(requests, metadata, strict=True), first)
         ]
-        # Only the rank that writes a clip gets its metadata, because much metadata slows the start.
+        # Only the rank that writes a clip gets the metadata, because large messages slow the start.
         bare = [job.model_copy(update={"metadata": {}}) for job in jobs]
         try:
             return {

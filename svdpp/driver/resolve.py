@@ -1,4 +1,4 @@
-"""Resolution of a configuration: defaults from the model, and the memory that the ranks need."""
+"""Resolution of a configuration with the model's defaults, and estimates of the ranks' memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from svdpp.plan.layout import check_chunks
 from svdpp.plan.roles import Roles
 from svdpp.worker.routes import resolve_clip_config
 
-#: Components whose weights must be present: none, those that ranks on this host load, or all.
+#: Components whose weights must be present: no components, components that ranks on this host load,
+#: or all components.
 Weights = Literal["none", "host", "all"]
 
 
@@ -42,7 +43,7 @@ def resolve_config(
         Configuration, and checkpoint. The checkpoint is None for the dummy model.
 
     Raises:
-        RequestError: The model cannot make such clips.
+        RequestError: The model cannot make clips with this configuration.
         ModelError: The model is missing, incomplete or not supported.
     """
     if config.model.is_dummy:
@@ -57,7 +58,8 @@ def resolve_config(
         components = components_on_host(with_defaults, checkpoint, world)
     checkpoint = with_weights(checkpoint, config.model, components)
     if checkpoint.clip_loras:
-        from svdpp.models.engine.loras import check_loras_fit  # diffusers: seconds
+        # This imports diffusers, which takes seconds.
+        from svdpp.models.engine.loras import check_loras_fit
 
         check_loras_fit(checkpoint.clip_loras.values(), checkpoint)
     return _with_model_defaults(config, checkpoint), checkpoint
@@ -81,9 +83,10 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    if world is None or world.size != config.world_size:  # a later check rejects another size
+    # A later check rejects a different world size.
+    if world is None or world.size != config.world_size:
         return set(config.layout.roles)
-    # torchrun and, by default, srun number the ranks host by host.
+    # torchrun, and srun by default, number the ranks host by host.
     first = world.rank - world.local_rank
     return {*config.layout.roles[first : first + world.local_size], config.layout.roles[world.rank]}
 
@@ -95,7 +98,7 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
-    """Return the number of ranks that decode each clip: the user's, or 2 for pairs if possible."""
+    """Return the number of ranks that decode a clip: as configured, or 2 for pairs."""
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
     count = parallel.decode_parallel_size
@@ -103,8 +106,8 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
         return min(parallel.cfg_parallel_size, len(chunks)) if in_chunks else 1
     if count > 1 and checkpoint is not None and not in_chunks:
         raise RequestError(
-            f"`decode_ranks` {count} cannot divide the decode of {checkpoint.label}: it is not in "
-            "chunks of frames that are decoded on their own",
+            f"`decode_ranks` {count} cannot divide the decode of {checkpoint.label}: this model "
+            "does not decode in independent chunks of frames",
             "leave `decode_ranks` out",
             details={"decode_ranks": count},
         )
@@ -114,19 +117,21 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
 
 # --- memory -------------------------------------------------------------------------------------
 
-#: Memory of each rank without the model: Python, torch, diffusers (measured: 110 to 200 MiB).
+#: Bytes of host memory of a rank without the model: Python, torch, diffusers (measured: 110 to 200
+#: MiB).
 _RANK_BYTES = 128 * 2**20
-#: Memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, one of 4
-#: megapixels beside it (111 MiB).
+#: Bytes of host memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, a
+#: second image of 4 megapixels at the same time (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
-#: Pixels of a demo clip up to which no memory check is needed: it takes at most half a gigabyte.
+#: Number of pixels of a demo model's clip up to which memory is not checked, because the clip needs
+#: at most half a gigabyte.
 _DEMO_PIXELS = 2**18
-#: Names of dtypes in safetensors files.
+#: Names that safetensors files use for the dtypes of `ModelConfig.dtype`.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
-#: GPU memory of a process without a model: 0.5 GB for CUDA's context and 0.1 GB for the handles of
-#: cuBLAS and cuDNN.
+#: Bytes of GPU memory of a process without a model: 0.5 GB for CUDA's context and 0.1 GB for the
+#: handles of cuBLAS and cuDNN.
 _CUDA_PROCESS_BYTES = 600_000_000
-#: GPU memory of NCCL's buffers: about 0.1 GB for each of two neighbours.
+#: Bytes of GPU memory of NCCL's buffers: about 0.1 GB for each of two neighbours.
 _NCCL_BYTES = 200_000_000
 
 
@@ -137,10 +142,10 @@ def estimate_parts(
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost none.
+        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost no memory.
         apart: Whether a separate process estimates, so that this process needs less memory.
     """
-    if checkpoint is None:  # the dummy takes megabytes
+    if checkpoint is None:  # the dummy model needs only megabytes
         nothing = PartMemory(0, 0)
         return MemoryEstimate(nothing, nothing, nothing)
     return estimate_memory(
@@ -163,7 +168,7 @@ def memory_as_costs(
         checkpoint: Checkpoint of the model; None: its configs are read.
 
     Raises:
-        RequestError: The model cannot make such clips.
+        RequestError: The model cannot make clips with these parameters.
         ModelError: The model is missing or not supported.
     """
     config = PipelineConfig(world_size=1, model=model, sampling=sampling, device=device)
@@ -174,11 +179,13 @@ def memory_as_costs(
 def estimate_ranks(
     config: PipelineConfig, checkpoint: Checkpoint | None, *, apart: bool = False
 ) -> list[int]:
-    """Return the estimated peak memory of each rank in bytes: of its GPU, or of the host for a CPU.
+    """Return the estimated peak memory of each rank in bytes.
+
+    For ranks on GPUs, this is GPU memory; for ranks on the CPU, it is host memory.
 
     Args:
         config: Resolved configuration.
-        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost none.
+        checkpoint: Checkpoint of the model; None for the dummy model, which needs almost no memory.
         apart: Whether a separate process estimates, so that this process needs less memory.
     """
     parts = estimate_parts(config, checkpoint, apart=apart)
@@ -196,19 +203,19 @@ def memory_of_devices(
     free_bytes: Callable[[str], int] = free_bytes,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Return the memory that the model needs and that the devices have, to choose a layout.
+    """Return the memory that the model needs and the free memory of devices, to choose a layout.
 
     Args:
         model: Model of the ranks.
         sampling: Sampling parameters of the clips.
-        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
+        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
         world_size: Number of ranks.
         free_bytes: Function that returns the free memory of a GPU.
         checkpoint: Checkpoint of the model; None: its configs are read.
 
     Returns:
-        Memory of the model's parts, as fields of `CostModel`, and free memory for each rank. Both
-        are in GiB, and empty on the CPU.
+        Memory of the model's parts as fields of `CostModel`, and free memory for each rank. Both
+        are in GiB, and both are empty on the CPU.
     """
     if device == "cpu":
         return {}, ()
@@ -221,7 +228,7 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """Return a rank's memory outside the model and torch's allocator, in bytes."""
+    """Return the bytes of a rank that neither the model nor torch's allocator accounts for."""
     if device == "cpu":
         return _RANK_BYTES
     # Ranks that share a GPU use gloo.
@@ -231,7 +238,7 @@ def _process_bytes(device: str) -> int:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Check that this machine has enough free memory for its CPU ranks.
+    """Check that this machine has enough free memory for its ranks on the CPU.
 
     Args:
         config: Resolved configuration.
@@ -254,8 +261,8 @@ def check_memory(
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
             f"{format_gib(needed)}, {format_gib(free)} free",
-            "a smaller `world_size`, `height` and `width`, `num_frames` or `decode_chunk_size`, or "
-            "`dtype` bf16, lowers it",
+            "use a smaller `world_size`, `height` and `width`, `num_frames` or "
+            "`decode_chunk_size`, or `dtype` bf16",
             details={
                 **{"requested_bytes": needed, "free_bytes": free, "device": "cpu"},
                 "num_ranks": len(ranks),
@@ -266,7 +273,7 @@ def check_memory(
 def _total_bytes_needed(
     config: PipelineConfig, checkpoint: Checkpoint, ranks: Sequence[Roles]
 ) -> int:
-    """Return the bytes that all ranks on this host need; shared weights count once."""
+    """Return the bytes that all ranks on this host need together; shared weights count once."""
     parts = estimate_parts(config, checkpoint)
     num_bytes = 0
     weights: dict[tuple[Roles, int], int] = {}
@@ -281,13 +288,13 @@ def _total_bytes_needed(
 
 
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
-    """Whether CPU ranks share the memory of their weights.
+    """Whether ranks on the CPU share the memory of the weights for some roles.
 
     Ranks map the same pages of a file if the file has the dtype in which the weights are loaded.
     """
 
     def is_mapped(part: str) -> bool:
-        if checkpoint.denoiser_file(part) is not None:  # diffusers copies its tensors
+        if checkpoint.denoiser_file(part) is not None:  # diffusers copies the tensors of GGUF files
             return False
         dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
         return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}

@@ -1,4 +1,4 @@
-"""Job of a run: one requested clip, from a line of a jobs file or from an input and a seed."""
+"""`RunJob`: one requested clip, from a line of a jobs file or from an input and a seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
-#: Fields of a request with paths and progress, which do not change the content of the clip.
+#: Fields of `ClipRequest` that do not change the content of the clip: paths and progress.
 _PLACES = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
 _ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
 
@@ -21,16 +21,16 @@ class RunJob:
     made_from: ClipInput
     seed: int
     sampling: SamplingConfig | None = None
-    """Sampling parameters of this clip, not resolved; None: the pipeline's."""
+    """Unresolved sampling parameters of this clip; None: the parameters of the pipeline."""
     out: str = ""
-    """File name from the user, without the suffix; empty: the name follows from the input."""
+    """File name that the user gave, without the suffix; empty: a name is made from the input."""
     name: str = ""
-    """Unique file name of the clip, without the suffix; `name_jobs` sets it."""
+    """Unique file name of the clip, without the suffix; set by `name_jobs`."""
     line: int | None = None
     """Number of the line in the jobs file; None: the run has no jobs file."""
 
     def request(self) -> ClipRequest:
-        """Return the request of the clip, without an output."""
+        """Return the request for the clip, without an output file."""
         request = self.made_from.request(self.seed)
         return request if self.sampling is None else replace(request, sampling=self.sampling)
 
@@ -40,23 +40,23 @@ class RunJob:
 
 
 def combine_jobs(inputs: Iterable[ClipInput], seeds: Sequence[int]) -> list[RunJob]:
-    """Return a job for each input and seed.
+    """Return one job for each combination of an input and a seed.
 
     Args:
         inputs: Inputs of the clips.
-        seeds: Seeds of the clips of each input.
+        seeds: Seeds; each input gets one clip for each seed.
     """
     return [RunJob(made_from=made_from, seed=seed) for made_from in inputs for seed in seeds]
 
 
 def job_key(job: RunJob) -> str:
-    """Return a hash of a job's inputs and parameters; names and paths of files do not matter.
+    """Return a hash of a job's inputs and parameters, without names and paths of files.
 
     Args:
-        job: Job, whose parameters need not be resolved.
+        job: Job, with resolved or unresolved parameters.
 
     Returns:
-        16 hex digits.
+        Hash of 16 hex digits.
     """
     request = job.request()
     asked = [(name, getattr(request, name)) for name in _ASKED]

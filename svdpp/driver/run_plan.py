@@ -1,4 +1,4 @@
-"""Plan of a run: the clips that still must be made, and the clips that are finished already."""
+"""`RunPlan`: the clips of a run that still must be made, and the clips that are finished."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from svdpp.driver.clips import ClipResult
     from svdpp.driver.pipeline import Pipeline
 
-#: Number of clips that are submitted together, or that a forecast simulates. More clips would need
-#: more memory for their actions.
+#: Largest number of clips that are submitted at once, or that a forecast simulates. More clips
+#: would need more memory for their actions.
 BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedClip:
-    """Clip that still must be made. The object is small, because a run may have 100,000 clips."""
+    """Clip that still must be made. The class has few fields, as a run may have 100,000 clips."""
 
     index: int
     """Position of the clip's job among the jobs of the run."""
@@ -40,14 +40,14 @@ class PlannedClip:
 
 
 class JobResolver:
-    """Converter of jobs into requests and metadata of their clips.
+    """Converter of jobs into requests for clips and metadata of clips.
 
     Args:
         config: Resolved configuration of the pipeline.
         checkpoint: Checkpoint of the pipeline's model.
         folder: Folder of the clips.
         format: Format of the clips.
-        crf: Quality of the clips, as ffmpeg's option -crf.
+        crf: Quality of the clips, as in ffmpeg's option -crf.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class JobResolver:
         self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
 
     def sampling_of(self, job: RunJob) -> SamplingConfig | None:
-        """Return the resolved sampling parameters of a job; None: the job has the pipeline's.
+        """Return the resolved sampling parameters of a job; None: the parameters of the pipeline.
 
         Raises:
-            RequestError: The model cannot make such clips.
+            RequestError: The model cannot make clips with these parameters.
         """
         sampling = job.sampling
         if sampling is None:
@@ -86,19 +86,19 @@ class JobResolver:
         return OutputConfig(path=str(path), format=self._format, crf=self._crf)
 
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
-        """Return the pipeline's configuration with other sampling parameters; None: unchanged."""
+        """Return the pipeline's configuration with other sampling parameters (None: unchanged)."""
         if sampling is None:
             return self.config
         return self._scheduler.router.config_with(sampling)
 
     def metadata_of(self, job: RunJob, sampling: SamplingConfig | None) -> dict[str, Any]:
-        """Return the fields of a clip's JSON that are known in advance; see `clip_metadata`."""
+        """Return the fields of a clip's JSON that are known before the clip is made."""
         config, output = self.config_of(sampling), self.output_of(job)
         loras = self._scheduler.find_loras(job.made_from.loras)
         return clip_metadata(job.made_from, job.seed, output, config, self.checkpoint, loras)
 
     def request_of(self, clip: PlannedClip) -> ClipRequest:
-        """Return the request of a planned clip."""
+        """Return the request for a planned clip."""
         loras = self._scheduler.find_loras(clip.job.made_from.loras)
         return replace(
             clip.job.request(),
@@ -110,7 +110,7 @@ class JobResolver:
         )
 
     def schedule(self, clips: Sequence[PlannedClip]) -> Schedule:
-        """Return each rank's actions for these clips, with indices from 0 on."""
+        """Return the action list of each rank for these clips, whose indices start at 0."""
         return self._scheduler.router.schedule([self.request_of(clip) for clip in clips], 0)
 
 
@@ -123,36 +123,36 @@ class RunPlan:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """JSON of the finished clips."""
     skipped_jobs: list[tuple[int, RunJob]] = field(default_factory=list)
-    """Job of each finished clip, after its position among the jobs of the run."""
+    """For each finished clip, the position of its job among the jobs of the run, and the job."""
 
     @property
     def requests(self) -> list[ClipRequest]:
-        """Requests of the clips to make. Each use creates new objects."""
+        """Requests for the clips to make. Each access creates new objects."""
         return self.requests_of(self.clips)
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Metadata of the clips to make. Each use creates new objects, because they are large."""
+        """Metadata of the clips to make. Each access creates new, large objects."""
         return self.metadata_of(self.clips)
 
     def requests_of(self, clips: Sequence[PlannedClip]) -> list[ClipRequest]:
-        """Return the requests of some clips."""
+        """Return the requests for the given planned clips."""
         return [self.resolver.request_of(clip) for clip in clips]
 
     def metadata_of(self, clips: Sequence[PlannedClip]) -> list[dict[str, Any]]:
-        """Return the metadata of some clips."""
+        """Return the metadata of the given planned clips."""
         return [self.resolver.metadata_of(clip.job, clip.sampling) for clip in clips]
 
 
 def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
-    """Submit clips in batches, each while the ranks work on earlier clips, and yield the results.
+    """Submit clips in batches, and yield their results. Batches overlap, so ranks never idle.
 
     Args:
         pipeline: Pipeline whose ranks have started.
         clips: Plan with the clips to make.
 
     Yields:
-        Results of finished clips, in the order in which the clips end.
+        Results of finished clips, in the order in which the clips finish.
     """
     for first in range(0, len(clips.clips), BATCH_SIZE):
         batch = clips.clips[first : first + BATCH_SIZE]

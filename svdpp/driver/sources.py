@@ -26,9 +26,10 @@ from svdpp.errors import InputError, nearest
 from svdpp.media.inputs import ClipInput, MediaFile, collect_inputs, raise_problems
 from svdpp.models.checkpoint import Checkpoint
 
-#: An image: its path, or the image itself.
+#: Image as an argument of `generate`: the path of a file, or a PIL image.
 ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image
-#: An image, or the fields of one clip by their names in requests.
+#: Input of a clip as an argument of `generate`: an image, or a dict of the clip's fields by their
+#: names in requests.
 ClipSource: TypeAlias = ImageSource | Mapping[str, Any]
 
 
@@ -38,9 +39,9 @@ class SourceReader:
     Args:
         model: Model of the clips.
         checkpoint: Checkpoint of the model; only its configs are read.
-        parameters: Sampling parameters, by their names in requests or the names of their fields.
+        parameters: Sampling parameters, by names in requests or by names of fields.
         format: Format of the clips.
-        folder: Folder in which images in memory are saved, because ranks read image files.
+        folder: Folder to which PIL images are saved, because ranks read image files.
     """
 
     def __init__(
@@ -65,14 +66,16 @@ class SourceReader:
         negative_prompt: str | None,
         seeds: int | Iterable[int],
     ) -> list[RunJob]:
-        """Return a job for each dict, or for each image, prompt and seed.
+        """Return a job for each dict, or for each combination of image, prompt and seed.
 
         Args:
-            inputs: Dicts with the fields of one clip each, or images, folders and patterns. An
-                image among dicts is a clip without other fields. Empty: clips from prompts alone.
-            prompts: Prompts for each image; None: clips have no prompts.
-            negative_prompt: Text that clips with a prompt must not show; None: there is none.
-            seeds: Seeds for each image and prompt.
+            inputs: Dicts, each with the fields of one clip, or images, folders and patterns. An
+                image among dicts is a clip without other fields. Empty: clips are made from prompts
+                alone.
+            prompts: Prompts that each image is combined with; None: clips have no prompts.
+            negative_prompt: Text that describes what clips with a prompt must not show; None: no
+                such text.
+            seeds: Seeds that each image and prompt is combined with.
 
         Raises:
             RequestError: Arguments contradict each other, or fields of dicts are wrong.
@@ -87,10 +90,10 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return sampling parameters, not resolved: the given values, else the model's defaults.
+        """Return unresolved sampling parameters: the given values, and the model's defaults.
 
         Args:
-            from_image: Whether clips start from an image, for families where it is optional.
+            from_image: Whether clips start from an image, for families where an image is optional.
 
         Raises:
             RequestError: A parameter is out of range.
@@ -153,7 +156,7 @@ class SourceReader:
         }
 
     def _path(self, image: ImageSource, index: int) -> str:
-        """Return the path of an image. An image in memory is saved; a repeated one only once."""
+        """Return the path of an image. A PIL image is first saved to a file, only once."""
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
@@ -169,7 +172,7 @@ class SourceReader:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return a value, or an iterable of values, as a list; an empty list for None."""
+    """Return a list of one value, or of the values in an iterable; an empty list for None."""
     if values is None:
         return []
     is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)
@@ -178,7 +181,7 @@ def _listed(values: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dicts(JobFile):
-    """Jobs file whose lines are the dicts that a caller of `generate` gave."""
+    """Jobs file whose lines are dicts from the caller of `generate`."""
 
     name: str = "inputs"
     folder: Path = Path()
@@ -199,7 +202,7 @@ def place_of(index: int) -> str:
 
 
 def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters by the names of their fields instead of by aliases."""
+    """Return sampling parameters by field name, given field names or names in requests."""
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():
@@ -215,7 +218,7 @@ def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
     return values
 
 
-#: Arguments of `generate` that are not sampling parameters, to suggest in hints.
+#: Arguments of `generate` that are not sampling parameters, which hints may suggest.
 _ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_size", "device")
 
 
@@ -226,8 +229,8 @@ def _as_png(image: Image.Image, index: int) -> Image.Image:
     """
     if image.mode in ("F", "I"):
         raise InputError(
-            f"{place_of(index)} has grey of 32 bits, whose white is not defined",
-            "convert it to mode L",
+            f"{place_of(index)} has 32-bit grey levels, for which white is not defined",
+            "convert the image to mode L",
             details={"index": index, "bits": 32},
         )
     if image.mode.startswith("I;16"):

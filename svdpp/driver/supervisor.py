@@ -1,4 +1,4 @@
-"""Supervisor of the ranks in the parent: reads events, detects stalls, finds causes of failures."""
+"""`Supervisor` of the ranks: reads events, detects stalls, and finds the causes of failures."""
 
 from __future__ import annotations
 
@@ -36,31 +36,32 @@ from svdpp.worker.messages import (
 )
 
 _POLL_SECONDS = 0.1
-# Seconds to wait for other ranks' reports after the first failure. The cause often arrives later.
+# Seconds to wait for the reports of other ranks after the first failure, because the report of the
+# rank that caused the failure often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# Columns of the grid. With the rank's name and the remark, a line has 80 columns.
+# Columns of the grid in error messages. With the rank's name and the remark, a line has 80 columns.
 _GRID_WIDTH = 44
 # Python's exit code of a process whose fork server has ended.
 _LOST_CODE = 255
-_NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less"
+_NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less memory"
 
-#: Function of a rank and an event, called for every event of the ranks.
+#: Function that is called with the rank and the event, for every event of the ranks.
 Observer = Callable[[int, Event], None]
-#: Function of a title and a schedule, which returns a context manager. It yields an observer of the
-#: ranks that perform the schedule.
+#: Function that gets a title and a schedule, and returns a context manager. The context manager
+#: yields an observer of the ranks that execute the schedule.
 OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """Open an observer that ignores every event."""
+    """Return a context manager that yields an observer that ignores every event."""
     return nullcontext(lambda _rank, _event: None)
 
 
 class Supervisor:
-    """Reader of the ranks' events. It raises the error that ends a run.
+    """Reader of the ranks' events, which raises the error that ends a run.
 
-    Only one thread may call the methods, but any thread may call `send` and `abort`.
+    Any thread may call `send` and `abort`. All other methods must be called by one thread.
 
     Args:
         group: Handles of the ranks.
@@ -85,8 +86,8 @@ class Supervisor:
         self._failures: dict[int, Failed] = {}
         self._aborted: BaseException | None = None
         self.interruption: SvdppError | None = None
-        """Error that `step` raised because a signal ended a rank and nothing else failed; None:
-        there was no such error."""
+        """Error that `step` raised because a signal ended a rank and nothing else failed; None: no
+        such error was raised."""
         self.trace = Trace(group.world_size) if trace is None else trace
 
     def send(self, rank: int, message: bytes) -> None:
@@ -108,7 +109,7 @@ class Supervisor:
         """Handle events until all work is done, then end the ranks.
 
         Args:
-            is_over: Function that returns whether no more work follows.
+            is_over: Function that returns whether all work is done.
             on_joined: Function that is called once, when all ranks are ready for work.
 
         Raises:
@@ -122,7 +123,7 @@ class Supervisor:
         self.stop()
 
     def step(self) -> None:
-        """Handle the available events, after a short wait for the first one.
+        """Handle all available events, after waiting a short time for the first event.
 
         Raises:
             SvdppError: A rank has failed, died or stalled, or `abort` was called with this error.
@@ -142,10 +143,10 @@ class Supervisor:
             )
 
     def stop(self) -> None:
-        """End the ranks normally: each rank reports that it is done, then exits with code 0.
+        """End the ranks normally: each rank reports that it is done, and then exits with code 0.
 
         Raises:
-            RankError: A rank does not report, or has another exit code.
+            RankError: A rank does not report that it is done, or has another exit code.
         """
         self.send_to_all(Stop().to_bytes())
         deadline = time.monotonic() + self._config.timeout_seconds
@@ -156,7 +157,8 @@ class Supervisor:
                     "ranks did not end after their last clip",
                     details={"timeout_seconds": self._config.timeout_seconds},
                 )
-        # Sent only after all ranks have reported: a rank's end loses packets in its NCCL buffers.
+        # The second `Stop` is sent only after all ranks have reported, because packets in the NCCL
+        # buffers of a rank are lost when the rank ends.
         self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
             raise RankError(
@@ -175,13 +177,15 @@ class Supervisor:
     def find_root_cause(self) -> SvdppError | None:
         """Wait for the reports of all ranks, and return the error that ended the run.
 
-        A broken link to a neighbour is the cause only if there is no other failure.
+        A broken link between two ranks counts as the cause only if there is no other failure.
 
         Returns:
-            Error to raise; None if only signals ended ranks.
+            Error that ended the run; None if ranks were ended only by signals.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        self._read_events(0.05)  # read once even if this process was paused past the deadline
+        self._read_events(
+            0.05
+        )  # reads at least once, even if this process was paused beyond the deadline
         while time.monotonic() < deadline:
             self._read_events(0.05)
         exited, states = self._group.exited(), self._stall_detector.states
@@ -216,7 +220,7 @@ class Supervisor:
     def _has_failed_rank(self) -> bool:
         exited, states = self._group.exited(), self._stall_detector.states
         if any(not states[rank].finished for rank in exited):
-            self._read_events(0)  # a rank's last message may still be unread
+            self._read_events(0)  # the last message of a rank that has ended may still be unread
         return any(code or not states[rank].finished for rank, code in exited.items())
 
     def _error(self, rank: int) -> SvdppError:
@@ -226,7 +230,7 @@ class Supervisor:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
-            return error  # an error of input, output, model or memory has a complete message
+            return error  # errors of input, output, model or memory have a complete message
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
             return self._mismatch_error(rank, error, event)
@@ -239,7 +243,7 @@ class Supervisor:
         )
 
     def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
-        """Return the error for a packet that a rank rejected. The error blames the sender."""
+        """Return the error for a rejected packet, which names the sender as the cause."""
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
@@ -316,16 +320,16 @@ def _position(action: Action | None, step: int) -> dict[str, object]:
 
 
 def _is_interrupt(event: Failed) -> bool:
-    """Whether a signal ended the rank. Such an end is never the cause of other failures."""
+    """Whether a rank was ended by a signal, which is never the cause of other failures."""
     return bool(event.error["type"] == Interrupted.__name__)
 
 
 # --- stalls -------------------------------------------------------------------------------------
 
-# Factor of the limit of silence for a rank that has not joined. A library may hold the GIL for
+# Factor by which a rank may be silent for longer while it starts. A library may hold the GIL for
 # long at the start, as CUDA's initialisation does with many GPUs.
 _PATIENCE_AT_START = 8
-# Seconds between two polls of the parent above which the parent itself must have been stopped. It
+# Seconds between two polls above which the parent itself must have been paused, because the parent
 # polls several times a second.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
@@ -337,14 +341,14 @@ _LINK_HINT = (
 
 @dataclass
 class RankState:
-    """State of one rank, from its messages. Times are seconds on the monotonic clock."""
+    """State of one rank, as known from its messages. Times are in seconds, on a monotonic clock."""
 
     last_message: float
-    """Time of the last message."""
+    """Time of the rank's last message."""
     last_progress: float
     """Latest time at which the rank made progress or had nothing to do."""
     last_event: float
-    """Time of the last message that was not a heartbeat."""
+    """Time of the rank's last message that was not a heartbeat."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     started: bool = False
     joined: bool = False
@@ -353,26 +357,27 @@ class RankState:
 
 @dataclass(frozen=True)
 class Stall:
-    """Stalled rank, with the reason and a hint."""
+    """Rank that is stalled, with the reason and a hint."""
 
     rank: int
     reason: str
     hint: str
     details: Mapping[str, object]
-    """Numbers in the reason, by name, such as `silent_seconds`."""
+    """Numbers that the reason mentions, by name, such as `silent_seconds`."""
 
 
 class StallDetector:
-    """Detector of stalled ranks. Slow ranks, and ranks that wait for others, are not stalled.
+    """Detector of stalled ranks. Slow ranks, and ranks that wait for other ranks, are not stalled.
 
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
     without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
     ranks have joined, a rank is also stalled if it computes for longer than `timeout_seconds`
-    without progress. `states` has an entry for each rank. All times are seconds on one clock.
+    without progress. `states` has an entry for each rank. All times are in seconds on the same
+    clock.
 
     Args:
         config: Configuration with the timeouts.
-        now: Present time on this clock.
+        now: Current time.
         begun: Time at which the start of the ranks began; None: now.
     """
 
@@ -393,7 +398,7 @@ class StallDetector:
             now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # the thread that sends these goes on even if the rank stalls
+            return  # a stalled rank still sends these samples, from a thread
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True
@@ -419,7 +424,7 @@ class StallDetector:
 
     @property
     def all_finished(self) -> bool:
-        """Whether every rank has reported the end of its work."""
+        """Whether every rank has reported that its work is done."""
         return all(state.finished for state in self.states)
 
     def find_stall(self, now: float) -> Stall | None:
@@ -443,7 +448,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start: first a rank that has not begun to connect."""
+        """Return the rank that delays the start, preferably one that has not begun to connect."""
         phases = {
             rank: (state.joined, state.heartbeat.peer >= 0, state.started)
             for rank, state in enumerate(self.states)
@@ -462,9 +467,9 @@ class StallDetector:
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK_HINT, numbers)
 
     def _discount_pause(self, now: float) -> None:
-        """Subtract a pause of this process from the times of all ranks.
+        """Do not count a pause of this process in the times of the ranks.
 
-        Ctrl-Z stops this process and the ranks; a suspended machine stops all processes.
+        Ctrl-Z stops this process and the ranks, and a suspended machine stops all processes.
         """
         pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:
@@ -477,8 +482,8 @@ class StallDetector:
     def _find_idle_rank(self, running: list[int], now: float) -> Stall | None:
         slow = [rank for rank in running if now - self.states[rank].last_progress > self._timeout]
         heartbeats = {rank: self.states[rank].heartbeat for rank in running}
-        # If a rank waits, another rank is the cause, except in two cases: all busy ranks wait, or
-        # the waiting rank still has something to write.
+        # If a rank waits, another rank is the cause. There are two exceptions: all busy ranks wait,
+        # or the waiting rank still writes files.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
             # A rank may have just sent a packet that the waiting rank has not reported yet.
@@ -491,7 +496,7 @@ class StallDetector:
         waited = f"for {seconds:.0f} s"
         numbers = {"idle_seconds": seconds, "timeout_seconds": self._timeout}
         if last.writing and (last.waiting or last.action is None):
-            hint = "check that the folder it writes to still responds"
+            hint = "check that the rank's output folder still responds"
             return Stall(rank, f"has waited for its disk {waited}", hint, numbers)
         hint = "raise `timeout_seconds` if a single step takes that long"
         return Stall(rank, f"has made no progress {waited}", hint, numbers)
@@ -500,7 +505,7 @@ class StallDetector:
 def max_silence_seconds(config: PipelineConfig) -> float:
     """Return the seconds without a heartbeat after which a rank counts as stalled.
 
-    The result is below `timeout_seconds`, so that a silent rank is reported before its neighbours,
-    which wait for it, exceed that timeout.
+    The result is below `timeout_seconds`, so that a silent rank is reported before other ranks,
+    which wait for it, exceed `timeout_seconds`.
     """
     return min(config.heartbeat_timeout_seconds, 0.8 * config.timeout_seconds)

@@ -1,4 +1,4 @@
-"""Measurements of a run: the spans, steps, waits and transfers of every rank."""
+"""`Trace`: measurements of a run, such as the times of actions, steps, waits and transfers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from svdpp.worker.messages import (
 
 
 class StepSpan(NamedTuple):
-    """Time of one denoising step of a rank, in seconds on the machine's monotonic clock."""
+    """Start and end of one denoising step, in seconds on the monotonic clock of rank 0's host."""
 
     rank: int
     clip: int
@@ -35,7 +35,7 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """Time for which one rank waited for a packet or a slow neighbour before an action."""
+    """Start and end of a rank's wait for a packet or a slow neighbour before an action."""
 
     rank: int
     clip: int
@@ -44,7 +44,7 @@ class WaitSpan(NamedTuple):
 
 
 class TransferSpan(NamedTuple):
-    """Time for which one packet was on the wire, measured by its sender or its receiver."""
+    """Start and end of the transfer of one packet, as measured by the sender or the receiver."""
 
     rank: int
     direction: Literal["recv", "send"]
@@ -55,11 +55,12 @@ class TransferSpan(NamedTuple):
     start: float
     end: float
     waited: float = 0.0
-    """Seconds before `start` for which the sender waited for the receiver; 0 at the receiver."""
+    """Seconds before `start` for which the sender waited for the receiver; 0 if measured by the
+    receiver."""
 
 
 class MeasuredCosts:
-    """Running means of each kind of work over all ranks, in constant memory."""
+    """Running mean of the seconds of each kind of work over all ranks, in constant memory."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -67,14 +68,16 @@ class MeasuredCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Record the time of an event; ignore events without a time."""
+        """Record the time in an event; ignore events without a time."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
             case ActionDone(action=action):
                 self._add(action.kind, (event.end - event.start) / action.fraction)
                 self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
-            case TransferDone(direction="recv"):  # the sender reports the same transfer
+            case TransferDone(
+                direction="recv"
+            ):  # the sender's report of the same transfer is ignored
                 self._add("transfer", event.seconds)
             case _:
                 pass
@@ -85,33 +88,33 @@ class MeasuredCosts:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a step has been measured."""
+        """Whether at least one step has been measured."""
         return "step" in self._counts
 
     def costs_like(self, assumed: CostModel) -> CostModel:
-        """Return the measured costs.
+        """Return a cost model with the measured means.
 
         Args:
-            assumed: Costs for kinds of work that were not measured. They are scaled by the ratio
-                of the measured step time to the assumed one.
+            assumed: Costs for kinds of work that were not measured. They are scaled by the ratio of
+                the measured to the assumed seconds of a step.
         """
         means = {kind: self._seconds[kind] / count for kind, count in self._counts.items()}
         return measured_costs(means, assumed, in_pairs=self._has_pairs)
 
 
-#: Anything with a start and an end.
+#: Any span of a run, with a start and an end.
 TimedSpan = Span | StepSpan | WaitSpan | TransferSpan
 
 
 class SpanBuilder:
-    """Builder of spans from events, on the clock of rank 0's machine."""
+    """Builder of spans from events, in times of the clock of rank 0's host."""
 
     def __init__(self) -> None:
         self._clock_ahead: dict[int, float] = defaultdict(float)
         self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> list[TimedSpan]:
-        """Return the spans that an event completes: an action, its steps, and the wait before.
+        """Return the spans that an event completes: an action, its steps, and the wait before it.
 
         Args:
             rank: Rank that sent the event.
@@ -123,7 +126,7 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    steps.clear()  # a bad clip ended the action of these steps early
+                    steps.clear()  # the action of these steps failed, so it has no `ActionDone`
                 steps.append(event)
             case ActionDone():
                 return self._action(rank, event)
@@ -138,12 +141,14 @@ class SpanBuilder:
         start, end = done.start - ahead, done.end - ahead
         spans: list[TimedSpan] = [Span(rank, action, start, end)]
         steps = [step for step in self._open_steps.pop(rank, []) if step.clip == action.clip]
-        for step in reversed(steps):  # back to back, up to the end of the action
+        for step in reversed(
+            steps
+        ):  # steps follow each other without gaps, up to the end of the action
             begun = max(start, end - step.seconds)
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
-            # The span may combine two waits, for a send and then a receive, with a tiny gap.
+            # The span may combine a wait for a send and a wait for a receive, with a tiny gap.
             spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
         return spans
 
@@ -167,27 +172,27 @@ class RunningMean:
 
     @property
     def value(self) -> float | None:
-        """Mean of the samples; None if there are none."""
+        """Mean of the samples; None if there are no samples."""
         return self.total / self.count if self.count else None
 
 
 @dataclass
 class RankMetrics:
-    """Measurements of one rank over all clips, besides the spans."""
+    """Measurements of one rank over all clips, except spans."""
 
     device: str = ""
     device_name: str = ""
-    """Name of the GPU; empty on the CPU."""
+    """Name of the rank's GPU; empty on the CPU."""
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds of waits, by cause."""
+    """Seconds for which the rank has waited, by cause."""
     num_written: int = 0
     write_seconds: float = 0.0
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     stats: RankStats | None = None
-    """Last `RankStats` event of the rank; None if none has arrived."""
+    """Last `RankStats` event of the rank; None if no such event has arrived."""
     peak_resident_bytes: int = 0
     peak_gpu_memory_bytes: int | None = None
     gpu_load: RunningMean = field(default_factory=RunningMean)
@@ -197,13 +202,13 @@ class RankMetrics:
 class Trace:
     """Observer that keeps the measurements of a run.
 
-    Times are seconds on the monotonic clock of rank 0's machine. One thread calls this object. Any
-    thread may read the lists while they grow.
+    Times are seconds on the monotonic clock of rank 0's host. Only one thread may call this object,
+    but any thread may read the lists while they grow.
 
     Args:
         world_size: Number of ranks.
-        last_clips: Number of the latest clips in the lists, so that a pipeline can run for days;
-            `costs` covers all clips. None: the lists have all clips.
+        last_clips: Number of the latest clips that the lists cover, so that a pipeline can run for
+            days; `costs` covers all clips. None: the lists cover all clips.
         first_clip: First clip that is measured; earlier clips only warm up the ranks.
     """
 
@@ -270,21 +275,23 @@ class Trace:
         if clip > self._newest_clip:
             self._newest_clip = clip
             first = clip - self.last_clips + 1
-            for name in _LISTS.values():  # new lists: another thread may be reading the old ones
+            for name in (
+                _LISTS.values()
+            ):  # the lists are replaced, because another thread may read the old ones
                 setattr(self, name, [span for span in getattr(self, name) if span.clip >= first])
         return clip > self._newest_clip - self.last_clips
 
     @property
     def received(self) -> list[TransferSpan]:
-        """Transfers as their receivers measured them, so that each transfer counts once."""
+        """Transfers as measured by the receivers, so that each transfer occurs only once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:
-        """Return the measured makespan, first clip, time per clip and bubble as a `Forecast`."""
+        """Return the measured times of the run, such as makespan and bubble, as a `Forecast`."""
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> CostModel:
-        """Return the mean seconds of each kind of work over all ranks, for a forecast of this run.
+        """Return a cost model with the mean seconds of each kind of work over all ranks.
 
         Raises:
             RequestError: No step was measured.

@@ -1,1 +1,1 @@
-"""Processes of ranks: start, rendezvous, connection to the parent, and end."""
+"""Processes of the ranks: start, rendezvous, connection to the parent process, and end."""

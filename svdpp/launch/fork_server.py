@@ -1,9 +1,9 @@
-"""Fork server of CPU ranks, which imports torch and the model's classes once for all of them.
+"""Fork server for CPU ranks, which imports torch and the model's classes once for all ranks.
 
 This module does not import torch, so that a command can start the server before it imports torch
-itself. The server is multiprocessing's own. It would wait forever for a stopped rank, and would not
-notice the end of its starter during imports. It therefore imports this module first, which asks the
-kernel for a signal when the starter ends.
+itself. The server is the fork server of multiprocessing, which waits forever for a stopped rank,
+and does not notice during imports that the process that started it has ended. The server therefore
+imports this module first, which asks the kernel for a signal when that process ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from types import TracebackType
 from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 
-#: Modules that the server imports: for all ranks, and for ranks that load a model.
+#: Module that the server imports for all ranks; `_MODEL_MODULE` is only for ranks that load a
+#: model.
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"
 
-#: Environment variable of the server: process id and temporary folder of its starter, and modules.
+#: Environment variable that tells the server the process id and the temporary folder of the process
+#: that started it, and the modules to import.
 _TASK = "SVDPP_FORK_SERVER"
 _WAIT_SECONDS = 1.0
 
@@ -36,19 +38,19 @@ _WAIT_SECONDS = 1.0
 def start_method(device: str) -> str:
     """Return the multiprocessing start method for ranks on `device`.
 
-    Importing diffusers initialises CUDA, and a process forked afterwards cannot use it.
+    Importing diffusers initialises CUDA, and a process that is forked afterwards cannot use CUDA.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
 
     Returns:
-        `forkserver` for CPU ranks, `spawn` for others.
+        `forkserver` for ranks on the CPU, `spawn` for ranks on GPUs.
     """
     return "spawn" if device.startswith("cuda") else "forkserver"
 
 
 def start_fork_server(preload: Sequence[str]) -> None:
-    """Start the server unless it is running; do not wait for its imports.
+    """Start the fork server unless it is running, without waiting for its imports.
 
     Args:
         preload: Modules that the server imports; see `modules_for`.
@@ -58,7 +60,8 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """
     end_fork_server(only_if_stopped=True)
     _end_server_at_exit()
-    resource_tracker.ensure_running()  # first, because its start unblocks the signals
+    # Must run before signals are blocked, because it unblocks signals.
+    resource_tracker.ensure_running()
     forkserver.set_forkserver_preload([__name__])
     task = json.dumps([os.getpid(), process_lifetime.temp_dir(), *preload])
     with process_lifetime.environment_defaults({_TASK: task}), process_lifetime.signals_blocked():
@@ -67,12 +70,12 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 @functools.cache
 def _end_server_at_exit() -> None:
-    # Otherwise a stopped server would not end with this process.
+    # Without this, a fork server that is stopped (SIGSTOP) would outlive this process.
     atexit.register(end_fork_server)
 
 
 def modules_for(family: str | None) -> list[str]:
-    """Return the modules that ranks need, for `preload` of `start_ranks`.
+    """Return the modules that the fork server should import, for `preload` of `start_ranks`.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -81,7 +84,7 @@ def modules_for(family: str | None) -> list[str]:
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Start the server before the command imports torch, if its ranks will be forked.
+    """Start the fork server, if ranks on `device` are forked, before the command imports torch.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -99,28 +102,30 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
         if os.getppid() != starter:
             process_lifetime.kill_descendants()
             _remove(folder)
-            os._exit(0)  # unloading torch takes Python a second
+            os._exit(0)  # a normal exit would take a second to unload torch
 
-    # The kernel also sends the signal when only the thread that started this server ends, so the
-    # handler checks whether the process has ended.
+    # The kernel also sends the signal when only the thread that started this server has ended, so
+    # the handler checks whether the whole process has ended.
     signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     sys.excepthook = _print_unless_reported
-    os.chdir("/")  # MKL ends a process whose working folder was deleted; a rank sets its own folder
-    gc.disable()  # imported objects stay, and searching them takes a fifth of the time
+    os.chdir("/")  # MKL aborts if the working folder is deleted; ranks set their own
+    gc.disable()  # collecting garbage takes a fifth of the import time
     for module_and_family in modules:
         name, _, family = module_and_family.partition(":")
         module = importlib.import_module(name)
         if family:
             module.preload(family)
-    gc.freeze()  # a search writes to every object, which would copy all pages into every rank
+    gc.freeze()  # a later collection would write to all pages, and so copy them into every rank
     gc.enable()
 
     def end() -> None:
-        """End this server once the loop of multiprocessing has ended, after starter and ranks."""
+        """End this server after the loop of multiprocessing has ended."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        while time.monotonic() < deadline:  # the kernel may still be ending the starter
+        while (
+            time.monotonic() < deadline
+        ):  # the process that started this server may still be ending
             end_if_starter_has_ended()
             time.sleep(0.01)
         os._exit(0)
@@ -131,17 +136,17 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _print_unless_reported(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an uncaught exception, except that of a refused fork, which the starter reports."""
+    """Print an uncaught exception, unless a fork was refused, which the parent reports itself."""
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)
 
 
 def _remove(folder: str) -> None:
-    """Remove the folder; try again while ranks that were just killed still write to it."""
+    """Remove a folder; try again for a second, because killed ranks may still write to it."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
         pass
 
 
-if _TASK in os.environ:  # this process is the server
+if _TASK in os.environ:  # this process is the fork server
     _preload(*json.loads(os.environ.pop(_TASK)))

@@ -1,7 +1,7 @@
-"""GPUs of this process, read by NVML without CUDA, and free host memory.
+"""GPUs that this process can use, read with NVML instead of CUDA, and free host memory.
 
-`torch.cuda` would create a context of about 0.5 GB on every GPU, and processes that are forked
-afterwards could not use CUDA.
+Reading them with `torch.cuda` would create a CUDA context of about 0.5 GB on every GPU, and
+processes that are forked afterwards could not use CUDA.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """GPU that CUDA shows this process."""
+    """GPU that is visible to this process."""
 
     index: int
-    """N of its name `cuda:N` in this process."""
+    """Number N in the GPU's device name `cuda:N` in this process."""
     uuid: str
     name: str
     capability: str
-    """Compute capability, such as 9.0."""
+    """CUDA compute capability, such as 9.0."""
     total_bytes: int
     free_bytes: int
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> list[Gpu]:
-    """Return the GPUs that CUDA shows this process, in CUDA's order.
+    """Return the GPUs that are visible to this process, in CUDA's order.
 
     Args:
         environment: Environment variables; CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER are read.
 
     Returns:
-        GPUs; an empty list without an NVIDIA driver.
+        List of GPUs; empty if there is no NVIDIA driver.
 
     Raises:
-        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or CUDA's order of different GPUs is
-            unknown.
+        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or the machine has different GPUs and
+            their order in CUDA is unknown.
     """
     with open_nvml() as nvml:
         if nvml is None:
@@ -79,7 +79,7 @@ def free_bytes(device: str) -> int:
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):
         raise RequestError(
-            f"device {device} asked for, {len(gpus)} GPUs found",
+            f"device {device} was requested, {len(gpus)} GPUs found",
             details={"device": device, "found": len(gpus)},
         )
     return gpus[index].free_bytes
@@ -110,11 +110,11 @@ def open_nvml() -> Iterator[Any]:
 def visible_order(
     uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]
 ) -> list[int]:
-    """Return NVML's index of each GPU that CUDA shows, in CUDA's order.
+    """Return the NVML index of each GPU that is visible to CUDA, in CUDA's order.
 
-    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs; CUDA ignores the first entry that
-    matches no GPU, and all after it (CUDA programming guide). NVML numbers GPUs by bus. CUDA puts
-    the fastest first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs. CUDA ignores the first entry that
+    matches no GPU, and all entries after it (CUDA programming guide). NVML numbers GPUs by PCI bus
+    id. CUDA puts the fastest GPU first, unless CUDA_DEVICE_ORDER is PCI_BUS_ID.
 
     Args:
         uuids: UUIDs of all GPUs, in NVML's order.
@@ -122,8 +122,8 @@ def visible_order(
         environment: Environment variables.
 
     Raises:
-        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or CUDA's order of different GPUs is
-            unknown.
+        RequestError: CUDA_VISIBLE_DEVICES names a MIG slice, or the machine has different GPUs and
+            their order in CUDA is unknown.
     """
     listed = environment.get("CUDA_VISIBLE_DEVICES")
     entries = [str(index) for index in range(len(uuids))] if listed is None else listed.split(",")
@@ -150,7 +150,7 @@ def visible_order(
 
 
 def _matching_gpus(entry: str, uuids: Sequence[str]) -> list[int]:
-    """Return NVML's indices of the GPUs that an entry of CUDA_VISIBLE_DEVICES matches."""
+    """Return the NVML indices of the GPUs that match an entry of CUDA_VISIBLE_DEVICES."""
     if entry.isdecimal():
         return [int(entry)] if int(entry) < len(uuids) else []
     if not entry:

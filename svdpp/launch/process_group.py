@@ -1,4 +1,4 @@
-"""Process group of the ranks: backend, store, network interface, joining and leaving."""
+"""Process group of the ranks: choice of backend and network interface, store, join and leave."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-_LEAVE_SECONDS = 20.0  # less than the time that the parent waits for the end of a rank
+_LEAVE_SECONDS = 20.0  # shorter than the parent's wait for the end of a rank
 
-#: Open stores by world, host and port.
+#: Open stores of this process, by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
 
 
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group: PIPELINE_BACKEND, or the usual one of the devices.
+    """Return the backend of the process group, from PIPELINE_BACKEND or by the devices.
 
     Args:
-        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all share one).
+        device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
         world_size: Number of ranks.
         environment: Environment variables; PIPELINE_BACKEND is read.
 
@@ -52,7 +52,7 @@ def choose_backend(
     if backend == "nccl" and not own_device and (device == "cpu" or world_size > 1):
         raise RequestError(
             f"PIPELINE_BACKEND=nccl cannot join {world_size} ranks that share {device}",
-            "unset PIPELINE_BACKEND: such ranks use gloo",
+            "unset PIPELINE_BACKEND: ranks that share a device use gloo",
             details={"backend": backend, "world_size": world_size, "device": device},
         )
     return backend
@@ -61,7 +61,7 @@ def choose_backend(
 def device_of_rank(device: str, world: World) -> str:
     """Return the device of a rank: `cuda` becomes `cuda:N`, where N is the local rank.
 
-    N is 0 if this process sees only one GPU, as each task of Slurm does with `--gpus-per-task=1`.
+    N is 0 if only one GPU is visible to each process, as under Slurm with `--gpus-per-task=1`.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
@@ -74,18 +74,18 @@ def device_of_rank(device: str, world: World) -> str:
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Join the process group of ranks on this machine, by a store file.
+    """Join the process group of ranks on this machine, through a file store.
 
-    A TCP store is not used, because it would listen on every interface.
+    torch's TCP store is not used, because it would listen on every network interface.
 
     Args:
         world: World of this rank.
         backend: `gloo` or `nccl`.
-        store_file: Path of a file that is new in each run, in a folder that only this user can
-            open.
+        store_file: Path of a file that does not exist before the run, in a folder that only this
+            user can open.
 
     Raises:
-        BrokenLinkError: The other ranks cannot be reached.
+        BrokenLinkError: Another rank cannot be reached.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -94,17 +94,17 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """Return this host's address, and the store by which ranks find each other.
+    """Return this host's address, and the store through which ranks find each other.
 
-    The launcher or rank 0 serves the store. It stays open for later groups of this process. Only
-    one thread at a time may use it.
+    The launcher or rank 0 serves the store. The store stays open for later process groups of this
+    process. Only one thread at a time may use the store.
 
     Args:
         world: World of this rank.
-        timeout: Seconds to open the store, and for each later wait.
+        timeout: Seconds until opening the store fails, and until each later wait fails.
 
     Raises:
-        RequestError: The store's address is unknown, or other hosts could not reach this one.
+        RequestError: The store's address is unknown, or other hosts could not reach this host.
         RankError: The store cannot be reached.
     """
     host, port = store_address()
@@ -121,8 +121,8 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
         raise RankError(
             f"rank {world.rank} ({socket.gethostname()}) cannot reach the store at {host}:{port}: "
             f"{first_line(error)}",
-            "set MASTER_ADDR and MASTER_PORT to those of rank 0, and open that port in its "
-            "firewall",
+            "set MASTER_ADDR and MASTER_PORT to address and port of rank 0, and open the port in "
+            "the firewall of its host",
             details={"rank": world.rank, "address": host, "port": port, "reason": str(error)},
         ) from error
 
@@ -136,16 +136,16 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # otherwise the store would listen on all addresses
-        use_libuv=False,  # libuv's server does not accept a listener (torch 2.13)
+        master_listen_fd=listener.detach(),  # without this, the store would listen on all addresses
+        use_libuv=False,  # libuv's server does not accept an open listener (torch 2.13)
     )
 
 
 def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
-    """Join the process group of the ranks with the same `token`, by a store.
+    """Join the process group of the ranks with the same `token`, through a store.
 
-    The token is the prefix of the run's keys. Each run needs its own, because a launcher keeps its
-    store when it restarts the ranks.
+    The token is the prefix of the run's keys in the store. Each run needs its own token, because a
+    launcher keeps the store when it restarts the ranks.
 
     Args:
         world: World of this rank.
@@ -154,14 +154,14 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
         token: Token of the run; see `rendezvous.Endpoint`.
 
     Raises:
-        BrokenLinkError: The other ranks cannot be reached.
+        BrokenLinkError: Another rank cannot be reached.
     """
     _join(world, backend, dist.PrefixStore(f"svdpp/{token}", store))
 
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
     try:
-        # Under NCCL too, headers are CPU tensors, so the group has a backend for each device.
+        # Headers of packets are CPU tensors even with NCCL, so the group has two backends.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,
@@ -178,11 +178,11 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 
 
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
-    """Leave the process group, once every rank has received all that was sent to it.
+    """Leave the process group. Call this only after all packets have been received.
 
-    `ncclCommDestroy` may wait for the other end of each pair, while other ranks close their pairs
-    in another order (vllm-project/vllm#39846). After the deadline this is logged, and not waited
-    for any longer.
+    `ncclCommDestroy` may wait for the rank at the other end of each communicator, while that rank
+    closes its communicators in another order (vllm-project/vllm#39846). After `timeout`, a warning
+    is logged, and the function returns.
 
     Args:
         timeout: Seconds to wait for the other ranks.
@@ -202,25 +202,26 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
         local_size: Number of ranks on this host.
-        launched: Whether a launcher started the ranks. It may show each rank only its own GPU.
+        launched: Whether a launcher started the ranks, which may make only one GPU visible to each
+                    rank.
 
     Raises:
-        RequestError: The machine has fewer devices.
+        RequestError: The machine has too few CUDA devices.
     """
     if device == "cpu":
         return
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        return  # a later check compares UUIDs and finds two ranks on one GPU
+        return  # a later check, by UUID, detects two ranks on one GPU
     if count < needed:
         plural = "s" if needed > 1 else ""
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
         raise RequestError(
-            f"{wanted} asked for, {count} found",
+            f"{wanted} requested, {count} found",
             "use `device` cpu `model` demo to try svdpp without a GPU"
             if count == 0
-            else f"use `world_size` {count} or fewer, or `device` cuda:0 to share one",
+            else f"use `world_size` {count} or fewer, or `device` cuda:0 to share one GPU",
             details={"device": device, "asked": needed, "found": count},
         )
 
@@ -228,18 +229,19 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """Choose the interface for gloo and NCCL, and return its address to listen on.
+    """Choose the network interface for gloo and NCCL, and return its address.
 
-    The interface is that of GLOO_SOCKET_IFNAME, or else the one that reaches `peer`.
+    GLOO_SOCKET_IFNAME can name the interface. Otherwise it is the interface through which `peer` is
+    reached.
 
     Args:
         peer: Name or address of the store's host.
-        spans_hosts: Whether other hosts have ranks too.
+        spans_hosts: Whether the world has ranks on several hosts.
         environment: Environment variables, to which the name of the interface is added.
 
     Raises:
-        RequestError: The named interface does not exist, `peer` cannot be reached, or other hosts
-            could not reach the address.
+        RequestError: The interface in GLOO_SOCKET_IFNAME does not exist, `peer` cannot be reached,
+            or other hosts could not reach the address.
     """
     addresses = _addresses()
     others = ", ".join(dict.fromkeys(name for name, _ in addresses if name != "lo"))
@@ -250,13 +252,14 @@ def choose_interface(
         address, source = _address_towards(peer), f" (the address for {peer!r})"
     if not address:
         raise RequestError(
-            f"GLOO_SOCKET_IFNAME names {name!r}, which is no interface of "
+            f"GLOO_SOCKET_IFNAME names {name!r}, which is not an interface of "
             f"{socket.gethostname()} with an IP address",
-            f"set it to one of {others or 'lo'}",
+            f"set GLOO_SOCKET_IFNAME to one of {others or 'lo'}",
             details={"interface": name},
         )
     is_loopback = ipaddress.ip_address(address).is_loopback
-    # A loopback address is fine if the store has one too: all launchers are then on this machine.
+    # A loopback address is fine if the store has a loopback address too, because then all ranks are
+    # on this machine.
     if spans_hosts and is_loopback and not _is_loopback(peer):
         raise RequestError(
             f"{socket.gethostname()} would use {address}, which other hosts cannot reach{source}",
@@ -273,14 +276,14 @@ def choose_interface(
 
 
 def _is_loopback(peer: str) -> bool:
-    """Whether `peer` is `localhost` or a loopback address; names are not resolved."""
+    """Whether `peer` is `localhost` or a loopback address. Host names are not resolved."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(peer).is_loopback
     return peer == "localhost"
 
 
 def _address_towards(peer: str) -> str:
-    """Return the source address of packets to `peer`, without sending any."""
+    """Return this host's source address for packets to `peer`, without sending a packet."""
     try:
         family, kind, protocol, _, target = socket.getaddrinfo(
             peer, 9, type=socket.SOCK_DGRAM, flags=socket.AI_ADDRCONFIG
@@ -297,7 +300,10 @@ def _address_towards(peer: str) -> str:
 
 
 def _addresses() -> list[tuple[str, str]]:
-    """Return pairs of interface and address, IPv4 first, without link-local addresses."""
+    """Return (interface, address) pairs of this host, without link-local addresses.
+
+    For each interface, IPv4 addresses come first.
+    """
     found = []
     for name, entries in psutil.net_if_addrs().items():
         for family in (socket.AF_INET, socket.AF_INET6):

@@ -1,7 +1,7 @@
 """Lifetime of processes: environment and signals at the start, clean-up at the end.
 
-A process ends when its parent ends or it gets a signal. It then kills its children and removes its
-temporary files.
+Each process ends when its parent ends or when it gets a signal. Before it ends, it kills its child
+processes and removes its temporary files.
 """
 
 from __future__ import annotations
@@ -25,23 +25,26 @@ from typing import NoReturn
 
 from svdpp.errors import Interrupted, OutputError
 
-# Linux, <sys/prctl.h>
+# Constant of Linux, from <sys/prctl.h>
 _PR_SET_PDEATHSIG = 1
 
 _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-# Variables of a launcher, with which a child process would count as one of its ranks.
+# Environment variables of launchers. With them, a child process would count as a launched rank.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
-# Held while a folder is created; and forever, once the folders of an ending process are removed.
+# Lock that is held while a temporary folder is created. A process that ends acquires it before it
+# removes its folders, and never releases it.
 _making_folder = threading.Lock()
 
-# Held while Python looks for a folder, to which it writes a file; and forever, once the folders of
-# an ending process are removed. Reentrant, because a signal handler may need the folder.
+# Lock for the choice of the temporary folder, for which Python writes a file into each candidate.
+# An ending process acquires it before it removes its folders, and never releases it. Reentrant,
+# because a signal handler may need the folder.
 _choosing_folder = threading.RLock()
-# The path of a socket has at most 107 bytes (unix(7)), including this part by multiprocessing.
+# Largest length of the temporary folder's path. A socket's path has at most 107 bytes (unix(7)), of
+# which multiprocessing adds the given part.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -49,22 +52,23 @@ _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the default of each variable that the user has not set, also for later children.
+    """Set default values of environment variables that the user has not set.
 
     Args:
-        environment: Environment variables, changed in place.
+        environment: Environment variables, which are changed in place. Child processes inherit
+            them.
     """
     environment.update(_missing(environment))
 
 
 @contextlib.contextmanager
 def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set the defaults and `more` during the block, for imports and new processes.
+    """During the block, set default environment variables, for imports and new processes.
 
-    The environment is restored, because a user's program may depend on it, to compile or to log.
+    The environment is restored afterwards, because a user's program may depend on it.
 
     Args:
-        more: Further variables, which replace those of the environment; None: none.
+        more: Further variables, which replace existing ones; None: no further variables.
     """
     added = {**_missing(os.environ), **(more or {})}
     before = {name: os.environ.get(name) for name in added}
@@ -84,31 +88,32 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         # transformers and diffusers print messages while they are imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # An import creates Inductor's cache folder. Nothing is compiled, so an existing folder
-        # does.
+        # Importing torch creates Inductor's cache folder. Nothing is compiled, so any existing
+        # folder can be named.
         "TORCHINDUCTOR_CACHE_DIR": _existing_temp_dir(),
-        # By default threads spin after a parallel region, which takes most of the time on few
-        # cores.
+        # By default, OpenMP threads spin after a parallel region, which takes most of the time of a
+        # machine with few cores.
         "OMP_WAIT_POLICY": "passive",
-        # Reduces fragmentation. The name before torch 2.9 is PYTORCH_CUDA_ALLOC_CONF.
+        # Expandable segments reduce fragmentation. Before torch 2.9, the variable's name was
+        # PYTORCH_CUDA_ALLOC_CONF.
         "PYTORCH_ALLOC_CONF": environment.get(
             "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
         ),
-        # NCCL's watchdog would abort the neighbours before the parent can name the rank that
-        # failed.
+        # NCCL's watchdog would abort the neighbours of a failed rank before the parent can name the
+        # failed rank.
         _NCCL_ERRORS: "0",
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        existing.discard(_NCCL_ERRORS)  # torchrun sets it to 1 if the user has not set it
+        existing.discard(_NCCL_ERRORS)  # torchrun sets the variable to 1 if the user has not set it
     return {name: value for name, value in values.items() if name not in existing}
 
 
 def tune_gc() -> None:
-    """Search for garbage less often, which saves a sixth of the time of imports and of the exit.
+    """Run Python's garbage collector less often, which makes imports and the exit a sixth faster.
 
-    torch and diffusers create a million objects that stay, which each search would visit.
+    torch and diffusers create a million permanent objects, which each collection would visit.
     """
     gc.set_threshold(10_000, 20, 100)
     atexit.register(gc.freeze)
@@ -117,16 +122,16 @@ def tune_gc() -> None:
 def start_helper(
     module: str, *arguments: object, variables: Mapping[str, str], stderr: int
 ) -> subprocess.Popen[bytes]:
-    """Run a Python module in a new process and session, with this process's search path.
+    """Run a Python module in a new process and session, with the module search path of this one.
 
     Args:
         module: Name of the module, as for `python -m`.
         arguments: Arguments of the module's command line.
-        variables: Environment variables of the process; those of a launcher are left out.
-        stderr: File descriptor of the process's stderr, or a constant of `subprocess`.
+        variables: Environment variables of the new process. Variables of launchers are left out.
+        stderr: File descriptor for stderr of the new process, or a constant of `subprocess`.
 
     Returns:
-        Process whose stdout is a pipe.
+        New process, whose stdout is a pipe.
 
     Raises:
         OSError: The process cannot be started.
@@ -147,10 +152,10 @@ def start_helper(
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block INT, TERM and HUP in this thread, and in the processes that it starts meanwhile.
+    """During the block, block INT, TERM and HUP in this thread and in the processes it starts.
 
-    In those they stay blocked until `exit_on_signals`, because Ctrl-C during an import would print
-    a traceback.
+    In the started processes, the signals stay blocked until `exit_on_signals`, because Ctrl-C
+    during an import would print a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:
@@ -166,11 +171,11 @@ Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | No
 def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
     """Set the handler of INT, TERM and HUP, and return the previous handlers by signal.
 
-    Must be called in the main thread. If a previous handler raises `Interrupted` meanwhile, that is
-    dropped: the caller already handles an error.
+    Call this only in the main thread. If a previous handler raises `Interrupted` during this call,
+    the exception is dropped, because the caller already handles an error.
 
     Args:
-        handler: Signal handler; `signal.SIG_IGN` while an error is reported.
+        handler: New signal handler, such as `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
     for _ in range(2):  # the handler that raises `Interrupted` does so only once
@@ -183,7 +188,7 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
 
 
 def ignore_signals() -> None:
-    """Make this process and its children survive INT, TERM and HUP. For the main thread.
+    """Make this process and its children survive INT, TERM and HUP. Call this in the main thread.
 
     The signals are blocked, not ignored, because a program such as ffmpeg installs handlers for
     ignored signals.
@@ -195,28 +200,28 @@ def ignore_signals() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when the thread that started it ends.
+    """Let the kernel send this process a signal when the thread that started the process ends.
 
-    If the process survives the signal, the same holds for its next parent.
+    If the process survives the signal, it also gets the signal at the end of its next parent.
 
     Args:
-        parent: Process id of the starter, whose earlier end is then noticed. None: the current
-            parent.
+        parent: Process id of the process that started this one. If it has already ended, the signal
+            is sent now. None: the current parent.
         number: Number of the signal.
     """
     if parent is None:
         parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the starter ended before the prctl call
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os.kill(os.getpid(), number)
 
 
 def kill_with_children(pids: Collection[int]) -> None:
     """Kill processes and their children, such as a running ffmpeg.
 
-    Children are listed first, because they get another parent when theirs ends. They are killed
-    last, because a living parent would report their end as a failed clip. A child that is started
-    in between ends by itself, because its input is closed.
+    Children are listed first, because a child gets another parent when its parent ends. Children
+    are killed last, because a living parent would report a killed ffmpeg as a failed clip. A child
+    that is started in between ends by itself, because its input is closed.
 
     Args:
         pids: Process ids; processes that have ended are skipped.
@@ -227,10 +232,10 @@ def kill_with_children(pids: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill this process's children and their children, directly before it ends.
+    """Kill this process's children and grandchildren; call this directly before the process ends.
 
-    This thread keeps the GIL from then on (by default a thread gets it for 5 ms, and `os.kill` does
-    not release it), because another thread could report a killed ffmpeg as a lost clip.
+    From this call on, this thread keeps the GIL, so that no other thread can report a killed ffmpeg
+    as a lost clip. (Python switches threads every 5 ms, and `os.kill` does not release the GIL.)
     """
     sys.setswitchinterval(1000)
     kill_with_children(children_of([os.getpid()]))
@@ -238,13 +243,13 @@ def kill_descendants() -> None:
 
 @functools.cache
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
-    """Make INT, TERM and HUP end this process at once. Must be called once, in the main thread.
+    """Make INT, TERM and HUP end this process immediately. Call this once, in the main thread.
 
-    `end` is called in a thread, because Python runs signal handlers only between bytecodes of the
-    main thread: a call into a library that waits for another host may never return.
+    `end` is called in a thread. Python would run signal handlers only between bytecodes of the main
+    thread, and the main thread may be in a library call that waits for another host forever.
 
     Args:
-        end: Function that gets the signal's number and does not return.
+        end: Function that gets the number of the signal, and ends the process.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -262,12 +267,14 @@ def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
 
 
 def exit_by_signal(number: int) -> NoReturn:
-    """Kill this process's descendants, then end it by the signal, so that its parent sees that.
+    """Kill this process's descendants, then end this process by the given signal.
+
+    The parent process then sees that the signal ended this process.
 
     Args:
         number: Number of the signal.
     """
-    # signal.signal works only in the main thread.
+    # C's `signal` is called, because Python's works only in the main thread.
     ctypes.CDLL(None).signal(number, signal.SIG_DFL.value)
     kill_descendants()
     while True:
@@ -275,7 +282,7 @@ def exit_by_signal(number: int) -> NoReturn:
 
 
 def exit_with_signal_code(number: int) -> NoReturn:
-    """Exit with the code that shells use for a signal, 128 + `number`."""
+    """Exit with the code that shells report for a process that a signal ended: 128 + `number`."""
     exit_process(128 + number)
 
 
@@ -294,11 +301,12 @@ def exit_process(code: int) -> NoReturn:
 
 
 def children_of(pids: Collection[int]) -> list[int]:
-    """Return the process ids of the present children of `pids`, from /proc."""
+    """Return the process ids of the children that the processes `pids` have now, from /proc."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            # State and parent follow the name, which is in parentheses and can have any character.
+        with contextlib.suppress(OSError):  # OSError: the process has ended meanwhile
+            # State and parent follow the process name, which is in parentheses and can contain any
+            # character.
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent in pids:
                 children.append(int(stat.parent.name))
@@ -309,10 +317,10 @@ def children_of(pids: Collection[int]) -> list[int]:
 
 
 def temp_dir() -> str:
-    """Return the temporary folder that multiprocessing uses in this process; create it if needed.
+    """Return multiprocessing's temporary folder for this process; create it if needed.
 
-    It is below TMPDIR. If TMPDIR is too long for the path of the fork server's socket, it is below
-    the first of /tmp, /var/tmp and /dev/shm that can be written.
+    The folder is below TMPDIR. If TMPDIR is too long for the path of the fork server's socket, the
+    folder is below the first of /tmp, /var/tmp and /dev/shm that is writable.
 
     Raises:
         OutputError: No folder for temporary files can be written.
@@ -325,7 +333,8 @@ def temp_dir() -> str:
             chosen = tempfile.gettempdir()
             if len(os.fsencode(chosen)) > _MAX_TEMP_DIR_BYTES:
                 chosen = next(filter(_is_writable, _SHORT_TEMP_DIRS), chosen)
-            tempfile.tempdir = chosen  # the only way to tell multiprocessing
+            # There is no other setting for the temporary folder of multiprocessing.
+            tempfile.tempdir = chosen
             return util.get_temp_dir()
         except OSError as error:
             raise OutputError(
@@ -341,16 +350,16 @@ def _is_writable(folder: str) -> bool:
 
 
 def _existing_temp_dir() -> str:
-    """Return Python's folder for temporary files; `/tmp` if it has none."""
+    """Return Python's folder for temporary files; `/tmp` if Python finds no writable folder."""
     with _choosing_folder:
         try:
             return tempfile.gettempdir()
-        except OSError:  # `temp_dir` reports it when a folder is needed
+        except OSError:  # `temp_dir` reports this error when a folder is needed
             return "/tmp"
 
 
 def make_folder(prefix: str) -> Path:
-    """Create a folder that only this user can open; `remove_temp_files` removes it.
+    """Create a temporary folder that only this user can open; `remove_temp_files` removes it.
 
     Raises:
         OutputError: No folder for temporary files can be written.
@@ -358,14 +367,14 @@ def make_folder(prefix: str) -> Path:
     with _making_folder:
         within = temp_dir()
         with contextlib.suppress(FileExistsError):
-            # A cleaner of /tmp may have removed it, in a server that runs for weeks.
+            # In a server that runs for weeks, a cleaner of /tmp may have removed the folder.
             os.mkdir(within, 0o700)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 
 
 @contextlib.contextmanager
 def temp_folder(prefix: str) -> Iterator[Path]:
-    """Create a folder and remove it at the end of the block.
+    """Create a temporary folder, and remove it at the end of the block.
 
     Raises:
         OutputError: No folder for temporary files can be written.
@@ -378,30 +387,34 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_temp_files() -> None:
-    """Remove multiprocessing's folder, with its sockets and the folders of `make_folder`.
+    """Remove multiprocessing's temporary folder, with sockets and the folders of `make_folder`.
 
-    Python does so at a normal exit, but not at `os._exit`, or if the starter was killed. The caller
-    ends the process next: other threads can create no more temporary files.
+    Python removes the folder at a normal exit, but not at `os._exit`, and not if the process that
+    created it was killed. The caller ends this process next: other threads can create no more
+    temporary files.
     """
     # Python writes a file to a folder to test it. A process that ended meanwhile would leave it.
     _choosing_folder.acquire(timeout=1)
     if "multiprocessing.util" in sys.modules:
-        with contextlib.suppress(OSError):  # `get_temp_dir` may create the folder first
-            _making_folder.acquire(timeout=1)  # the thread of a signal handler may hold it already
+        # `get_temp_dir` may have to create the folder, and may fail.
+        with contextlib.suppress(OSError):
+            _making_folder.acquire(
+                timeout=1
+            )  # the thread of a signal handler may hold the lock already
             remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
 
 
 def remove_temp_folder(folder: str) -> bool:
-    """Remove multiprocessing's folder of an ending process.
+    """Remove the temporary folder of multiprocessing, for a process that ends.
 
-    A removal that another process had begun before it was killed is completed.
+    If another process was killed while it removed the folder, the removal is completed.
 
     Returns:
-        Whether the whole folder is removed.
+        Whether the folder has been removed completely.
     """
     gone = f"{folder}-gone"
-    with contextlib.suppress(OSError):  # the folder is gone, or another process removes it
-        # Renamed first, so that processes that still run cannot write into it.
+    with contextlib.suppress(OSError):  # the folder does not exist, or another process removes it
+        # The folder is renamed first, so that processes that still run cannot write into it.
         os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
     return not (os.path.exists(folder) or os.path.exists(gone))

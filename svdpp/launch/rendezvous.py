@@ -1,9 +1,9 @@
-"""Rendezvous of ranks that torchrun or srun started: each connects to rank 0 by TCP.
+"""Rendezvous of ranks that torchrun or srun started: each rank connects to rank 0 by TCP.
 
 Rank 0 listens on one address, and writes its endpoint and a secret to the launcher's store. Both
 ends of a connection prove that they know the secret. Each end sends a message every second, and the
-kernel closes a connection without acknowledgements. At the end, or after a failure, rank 0 sends
-END to all ranks, so that none outlives the run.
+kernel closes connections without acknowledgements. After all work or a failure, rank 0 sends END to
+all ranks, so that no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -48,43 +48,44 @@ _KEY = "svdpp/rank_0"
 _HANDSHAKE_SECONDS = 10
 _POLL_SECONDS = 0.1
 _BACKLOG = 4096
-# Each handshake has a thread for up to `_HANDSHAKE_SECONDS`.
+# Largest number of concurrent handshakes. Each handshake occupies a thread for up to
+# `_HANDSHAKE_SECONDS`.
 _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """First message of a rank to rank 0."""
+    """First message that a rank sends to rank 0."""
 
     rank: int
     local_rank: int
     host: str
     """Name of the rank's host."""
     shared_settings: dict[str, str]
-    """Settings of the rank, which must be those of rank 0."""
+    """Settings of the rank, which must equal the settings of rank 0."""
     missing: list[str]
-    """Paths of the probes of rank 0 that the rank's host does not see."""
+    """Paths of the probe files of rank 0 that do not exist on the rank's host."""
     error: dict[str, Any] | None
-    """Error that keeps the rank from starting, from `error_to_dict`; None: there is none."""
+    """Error because of which the rank cannot start, from `error_to_dict`; None: no error."""
 
 
 class Endpoint(NamedTuple):
-    """Address where rank 0 listens, with what other ranks need to connect."""
+    """Address on which rank 0 listens, with the data that other ranks need to connect."""
 
     address: str
     port: int
     secret: str
     """Secret in hex, which both ends of a connection must know."""
     token: str
-    """Identifier of this attempt, which messages may show."""
+    """Identifier of this start of the ranks. Unlike the secret, it may appear in messages."""
     host: str
     """Name of rank 0's host."""
     probes: list[str]
-    """Paths of files that all hosts must see."""
+    """Paths of probe files, which must exist on all hosts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RendezvousConfig:
-    """Configuration of the rendezvous of a launcher's ranks."""
+    """Configuration of the rendezvous of ranks that a launcher started."""
 
     world: World
     """World of this rank."""
@@ -92,18 +93,18 @@ class RendezvousConfig:
     shared_settings: dict[str, str] = field(default_factory=dict)
     """Settings that must be equal on all ranks, by name."""
     shared_paths: tuple[str, ...] = ()
-    """Files and folders of rank 0 that all hosts must see."""
+    """Files and folders of rank 0 that all hosts must share."""
     start_timeout: float
-    """Seconds within which all ranks must connect."""
+    """Seconds within which all ranks must connect to rank 0."""
     peer_timeout: float
     """Seconds without an acknowledgement after which a host counts as lost."""
 
     def hello(self, error: dict[str, Any] | None = None) -> RankHello:
-        """Return the first message of this process's rank.
+        """Return the first message of this process's rank to rank 0.
 
         Args:
-            error: Error that keeps the rank from starting, from `error_to_dict`; None: there is
-                none.
+            error: Error because of which the rank cannot start, from `error_to_dict`; None: no
+                error.
         """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
@@ -113,10 +114,10 @@ class RankListener:
     """Listener of rank 0, which accepts the connection of each other rank.
 
     Args:
-        store: Store to which the endpoint is written.
+        store: Store to which the endpoint of rank 0 is written.
         address: Address of this host, IPv4 or IPv6.
         peer_timeout: Seconds without an acknowledgement after which a connection is closed.
-        probes: Files that each host must see.
+        probes: Paths of files that must exist on all hosts.
 
     Raises:
         OSError: The system cannot listen on the address.
@@ -138,12 +139,13 @@ class RankListener:
         store.set(_KEY, json.dumps(self.endpoint._asdict()))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
-        """Return a rank that has connected and proved that it knows the secret.
+        """Return the next rank that has connected and has proved that it knows the secret.
 
-        Each connection has a thread for its handshake, so that a silent one delays no other.
+        The handshake of each connection runs in its own thread, so that a silent connection does
+        not delay others.
 
         Returns:
-            First message of the rank, and its connection; None if no rank is ready yet.
+            First message of the rank, and the connection to it; None if no rank is ready yet.
         """
         with contextlib.suppress(TimeoutError):
             accepted, _ = self._socket.accept()
@@ -182,9 +184,9 @@ class RankListener:
 def connect(
     store: Store, hello: RankHello, config: RendezvousConfig
 ) -> tuple[Connection, Endpoint]:
-    """Connect this rank to rank 0; retry until its listener is open.
+    """Connect this rank to rank 0, with retries until rank 0 listens.
 
-    Until then the store may hold the endpoint of an earlier attempt.
+    Until rank 0 listens, the store may contain the endpoint of an earlier start of the ranks.
 
     Args:
         store: Store that `process_group.open_store` returned.
@@ -192,7 +194,7 @@ def connect(
         config: Configuration with the timeouts.
 
     Returns:
-        Connection, and the endpoint of rank 0.
+        Connection to rank 0, and the endpoint of rank 0.
 
     Raises:
         RankError: Rank 0 cannot be reached in time, has ended, or has another version of svdpp.
@@ -207,7 +209,7 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        except TypeError as error:  # the endpoint has other fields
+        except TypeError as error:  # the endpoint has other fields than in this version
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
                 "use the same versions on every host",
@@ -229,7 +231,7 @@ def connect(
 
 
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
-    """Return the next message.
+    """Return the next message of a connection, within a deadline.
 
     The deadline is needed, because the kernel's timeout does not detect a stopped process.
 
@@ -240,7 +242,7 @@ def receive(connection: Connection, deadline: float, max_bytes: int | None = Non
 
     Raises:
         TimeoutError: No message has arrived by the deadline.
-        OSError: The connection is broken, or the message is larger.
+        OSError: The connection is broken, or the message is larger than `max_bytes`.
         EOFError: The other end has closed the connection.
     """
     if not connection.poll(max(0.0, deadline - time.monotonic())):
@@ -272,7 +274,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
     options = {
         socket.TCP_NODELAY: 1,
         socket.TCP_USER_TIMEOUT: int(peer_timeout * 1000),
-        # TCP_USER_TIMEOUT covers only unacknowledged data; an end that only reads needs keepalive.
+        # TCP_USER_TIMEOUT covers only unacknowledged data. An end that only reads needs keepalive.
         socket.TCP_KEEPIDLE: max(1, int(peer_timeout / 3)),
         socket.TCP_KEEPINTVL: max(1, int(peer_timeout / 6)),
     }
@@ -285,7 +287,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read in the block: any process can connect and stay silent."""
+    """Limit the time of each read in the block, because any process can connect and stay silent."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -300,8 +302,9 @@ _TIME = struct.Struct("<d")
 def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset:
     """Measure the offset to the clock of rank 0, which runs `serve_clock`.
 
-    By Cristian's algorithm (Probabilistic clock synchronization, 1989): of several round trips the
-    fastest counts, and rank 0 is assumed to have read its clock halfway through it.
+    The offset is computed by Cristian's algorithm (Probabilistic clock synchronization, 1989): only
+    the fastest of several round trips is used, and rank 0 is assumed to have read its clock halfway
+    through the round trip.
 
     Args:
         connection: Connection to rank 0.
@@ -321,14 +324,14 @@ def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset
 
 
 def serve_clock(connection: Connection, deadline: float) -> None:
-    """Send this host's clock to the other end, which runs `measure_clock_offset`.
+    """Send this host's clock to another rank, which runs `measure_clock_offset`.
 
     Args:
         connection: Connection to the rank.
         deadline: Time on the monotonic clock, in seconds.
 
     Raises:
-        OSError, EOFError: The rank does not ask in time, or has ended.
+        OSError, EOFError: The rank sends no request in time, or has ended.
     """
     for _ in range(_NUM_ROUNDS):
         receive(connection, deadline, 1)
@@ -348,8 +351,9 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
 
     Raises:
         RankError: A rank has not connected in time, or does not respond.
-        RequestError: A rank has other settings, or its host does not see a shared path.
-        SvdppError: A rank could not start; this is the error that it has sent.
+        RequestError: A rank has other settings than rank 0, or a shared path does not exist on its
+            host.
+        SvdppError: A rank could not start. The error is the one that the rank has sent.
     """
     process_lifetime.end_with_parent()
     address, store = process_group.open_store(config.world, config.start_timeout)
@@ -370,11 +374,11 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
         lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
-    process = SimpleNamespace(pid=None, exitcode=None)  # stands for a process in the handle
+    process = SimpleNamespace(pid=None, exitcode=None)  # takes the place of a process in the handle
 
     def run() -> None:
         code = 1
-        with contextlib.suppress(BaseException):  # the entry has reported the error itself
+        with contextlib.suppress(BaseException):  # `entry` has already reported the error
             entry(context, argument)
             code = 0
         process.exitcode = code
@@ -397,7 +401,7 @@ def _accept_all(
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {missing[0]} never started within {config.start_timeout:.0f} s",
-                    "check that its host is up and can reach this one, or raise "
+                    "check that its host is up and can reach this host, or raise "
                     "`start_timeout_seconds`",
                     details={"rank": missing[0], "timeout_seconds": config.start_timeout},
                 )
@@ -406,8 +410,8 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # Checked after all have connected, because a rank that came later would wait until its
-    # deadline.
+    # Settings are checked after all ranks have connected. Otherwise a rank that connects later
+    # would wait until its deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 
@@ -438,8 +442,8 @@ def _register(
     if hello.missing:
         raise RequestError(
             f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
-            "images, `out` and `latents_dir` must be in folders that all hosts share, under one "
-            "path",
+            "images, `out` and `latents_dir` must be in folders that all hosts share, with the "
+            "same path on each host",
             details={"rank": hello.rank, "host": hello.host, "path": hello.missing[0]},
         )
 
@@ -460,7 +464,10 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
 
 @contextlib.contextmanager
 def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yield files that all hosts must see: the files of `paths`, and a new one in each folder."""
+    """Yield probe files, which must exist on all hosts, for shared files and folders.
+
+    A file in `paths` is its own probe. For a folder, a temporary file is created in it.
+    """
     probes = []
     with contextlib.ExitStack() as made:
         for path in paths:

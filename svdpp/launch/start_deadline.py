@@ -1,6 +1,6 @@
-"""Deadline for the start of ranks: a process that blocks the start is killed, and the cause named.
+"""Deadline for the start of ranks; at the deadline, a process that blocks the start is killed.
 
-`Process.start` of multiprocessing has no deadline. It waits forever for a stopped fork server, or
+`Process.start` of multiprocessing has no timeout. It waits forever for a stopped fork server, or
 for a spawned process that does not read.
 """
 
@@ -21,18 +21,18 @@ from svdpp.errors import RankError
 from svdpp.launch import process_lifetime
 
 _POLL_SECONDS = 0.1
-#: Text in the command lines of multiprocessing's processes.
+#: Texts in the command lines of the fork server, and of processes that multiprocessing has spawned.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-_NO_THREAD = "can't start new thread"  # in CPython's RuntimeError
-#: Output of CPython, libgomp, OpenBLAS and the C++ library if a thread cannot be started.
+_NO_THREAD = "can't start new thread"  # message of CPython's RuntimeError
+#: Messages of CPython, libgomp, OpenBLAS and the C++ library when a thread cannot be started.
 _REFUSALS = (
     _NO_THREAD,
     "Thread creation failed",
     "pthread_create failed",
     "Resource temporarily unavailable",
 )
-#: Hint of errors about processes and threads that cannot be started.
+#: Hint of errors about processes and threads that the system refuses to start.
 LIMIT_HINT = (
     "raise the limit: ulimit -u (processes) and -n (files), pids.max of the container, or use "
     "fewer ranks"
@@ -40,7 +40,7 @@ LIMIT_HINT = (
 
 
 class StartDeadline:
-    """Context in which this process starts ranks, with a deadline.
+    """Context manager for starting ranks with a deadline.
 
     Time during which this process itself is stopped, for example by Ctrl-Z, does not count.
 
@@ -48,13 +48,13 @@ class StartDeadline:
         seconds: Seconds until the deadline.
 
     Raises:
-        RankError: On leaving the context: a process was killed at the deadline, or the system
-            refused to start one.
+        RankError: Raised at the end of the context: a process was killed at the deadline, or the
+            system refused to start a process.
     """
 
     def __init__(self, seconds: float) -> None:
         self.rank = 0
-        """Rank whose process is being started, which the caller sets."""
+        """Rank whose process is being started; set by the caller, for error messages."""
         self._seconds = seconds
         self._older = _children_with(_SPAWNED)
         self._has_ended, self._has_expired = threading.Event(), threading.Event()
@@ -77,7 +77,8 @@ class StartDeadline:
             raise RankError(
                 f"rank {self.rank} never started within {self._seconds:.0f} s: the process that "
                 "starts it does not respond",
-                "check whether it is stopped or waits for a disk, or raise `start_timeout_seconds`",
+                "check whether that process is stopped or waits for a disk, or raise "
+                "`start_timeout_seconds`",
                 details={"rank": self.rank, "timeout_seconds": self._seconds},
             ) from error
         if error is not None and _is_refusal(error):
@@ -85,7 +86,7 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         details = {}
-        if isinstance(error, EOFError):  # the fork server ends if its fork fails
+        if isinstance(error, EOFError):  # a fork server ends when its fork fails
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
             reason = getattr(error, "strerror", None) or str(error)
@@ -97,7 +98,7 @@ class StartDeadline:
         )
 
     def _watch(self) -> None:
-        left = self._seconds  # counted by polls, because a stopped process does not poll
+        left = self._seconds  # counted in polls, because a stopped process does not poll
         while left > 0:
             if self._has_ended.wait(_POLL_SECONDS):
                 return
@@ -108,12 +109,13 @@ class StartDeadline:
 
 
 def end_fork_server(*, only_if_stopped: bool = False) -> None:
-    """Kill this process's fork server, even if it is stopped; Python starts another when needed.
+    """Kill this process's fork server, even if it is stopped.
 
-    Its ranks go on, but their exit codes are lost.
+    multiprocessing starts another fork server when needed. Ranks of the killed server go on, but
+    their exit codes are lost.
 
     Args:
-        only_if_stopped: Whether a server that is not stopped is spared.
+        only_if_stopped: Whether the server is killed only if it is stopped (SIGSTOP).
     """
     servers = _children_with(_FORK_SERVER)
     _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
@@ -123,12 +125,13 @@ def fork_server_end() -> str | None:
     """Return how the fork server of this process has ended, such as `was killed by SIGKILL`.
 
     Returns:
-        Clause about its end; None if it runs, was never started, or was replaced by another one.
+        Clause whose subject is the server. None if the server runs, was never started, or was
+        replaced by another server.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None:
         return None
-    try:  # WNOWAIT leaves the reaping to Python
+    try:  # with WNOWAIT, the process is still reaped by Python
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
@@ -140,7 +143,7 @@ def fork_server_end() -> str | None:
 
 
 def _kill(pids: set[int]) -> None:
-    """Kill children and wait until they have ended, without reaping them, which Python does."""
+    """Kill child processes and wait until they have ended; Python still reaps them."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -154,13 +157,13 @@ def limit_error(error: BaseException) -> RankError | None:
         error: Exception of Python or a library.
 
     Returns:
-        The error with its limit; None if `error` has another cause.
+        Error that names the limit; None if `error` has another cause.
     """
     number = getattr(error, "errno", None)
     if number in _TOO_MANY_FILES:
-        text = "the system opens no further file: too many are open"
+        text = "the system opens no further file: too many files are open"
     elif number == errno.EAGAIN or names_limit(str(error)):
-        text = "the system starts no further process or thread: too many are running"
+        text = "the system starts no further process or thread: too many of them are running"
     else:
         return None
     details = _soft_limit(error)
@@ -173,7 +176,7 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the limit that `error` is about, as `{"limit": ...}`; empty if there is no limit."""
+    """Return the resource limit that `error` is about as `{"limit": ...}`; empty if unlimited."""
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)
     return {} if soft == resource.RLIM_INFINITY else {"limit": soft}
@@ -194,7 +197,7 @@ def _children_with(words: bytes) -> set[int]:
     """Return the ids of this process's children whose command lines contain `words`."""
     found = set()
     for pid in process_lifetime.children_of([os.getpid()]):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
+        with contextlib.suppress(OSError):  # OSError: the process has ended meanwhile
             if words in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found

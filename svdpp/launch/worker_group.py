@@ -1,4 +1,4 @@
-"""Parent's view of its ranks: channels to them, and their start and end on this machine."""
+"""`WorkerGroup`: the ranks as the parent sees them, with their channels, start and end."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ from svdpp.launch.fork_server import start_fork_server, start_method
 from svdpp.launch.start_deadline import StartDeadline, end_fork_server, fork_server_end
 from svdpp.launch.world import World
 
-#: Hint for a program that lacks the guard of multiprocessing.
+#: Hint for a user's program without the guard that multiprocessing needs.
 MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
-#: First bytes of control messages to a launcher's ranks. JSON follows END. Commands are JSON
-#: objects, which begin with a brace.
+#: First bytes of control messages to ranks that a launcher started. After END, JSON follows. Other
+#: messages are commands, which are JSON objects and so begin with a brace.
 BEGIN, END = b"!", b"."
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _TAIL_CHARS = 4000
-# Size of a rank's output at which its beginning is dropped: a server's ranks run for weeks.
+# Size of a rank's output file at which the output so far is moved to another file, because the
+# ranks of a server run for weeks.
 _MAX_OUTPUT_BYTES = 2**20
 _OUTPUT_CHECK_SECONDS = 1.0
 
@@ -53,7 +54,7 @@ class ControlChannel:
         self._lock = threading.RLock()
 
     def send(self, message: bytes) -> None:
-        """Send a message. Thread-safe.
+        """Send a message. This method is thread-safe.
 
         Raises:
             OSError: The other end is closed.
@@ -65,10 +66,10 @@ class ControlChannel:
         """Return the next message.
 
         Args:
-            timeout: Seconds to wait; 0: do not wait.
+            timeout: Seconds to wait for a message; 0: do not wait.
 
         Returns:
-            Message; None if none has arrived in time.
+            Message; None if no message has arrived in time.
 
         Raises:
             EOFError: The other end has closed the connection.
@@ -78,9 +79,10 @@ class ControlChannel:
 
 
 class QueuedChannel(ControlChannel):
-    """Parent's end, whose `send` queues the message for a thread and returns at once.
+    """Parent's end of a connection, whose `send` queues messages for a sender thread.
 
-    A direct write could block, because a rank reads only between actions, and a pipe holds little.
+    A direct write could block, because a rank reads only between actions, and a pipe's buffer is
+    small.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -90,20 +92,20 @@ class QueuedChannel(ControlChannel):
         self._sender.start()
 
     def send(self, message: bytes) -> None:
-        """Queue a message for the sender thread. Does not raise if the rank has ended."""
+        """Queue a message for the sender thread. No error is raised if the rank has ended."""
         self._messages.put(message)
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the connection.
 
         Args:
-            timeout: Seconds to send queued messages; the rest is dropped.
+            timeout: Seconds for sending queued messages; messages that are left are dropped.
         """
         if self.connection.closed:
             return
         self._messages.put(None)
         self._sender.join(timeout)
-        if self._sender.is_alive():  # it may be blocked, because the rank does not read
+        if self._sender.is_alive():  # blocked, because the rank does not read
             descriptor = os.dup(self.connection.fileno())
             with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
@@ -117,10 +119,10 @@ class QueuedChannel(ControlChannel):
 
 
 class ClockOffset(NamedTuple):
-    """Offset of this host's monotonic clock to rank 0's."""
+    """Offset between the monotonic clocks of this host and of rank 0's host."""
 
     monotonic_ahead: float = 0.0
-    """Seconds by which this host's clock is ahead."""
+    """Seconds by which this host's clock is ahead of the clock of rank 0's host."""
 
 
 class LaunchContext(NamedTuple):
@@ -130,35 +132,37 @@ class LaunchContext(NamedTuple):
     backend: str
     channel: ControlChannel
     join: Callable[[], None]
-    """Function that joins the process group; it blocks until all ranks have joined."""
+    """Function that joins the process group, and blocks until all ranks have joined."""
     host: str = ""
-    """Name of this host if a launcher started the ranks; else empty."""
+    """Name of this host, if a launcher started the ranks; otherwise empty."""
     clock: ClockOffset = ClockOffset()
 
 
-#: Function that a rank runs, at module level, which takes the context and one argument.
+#: Entry point of a rank: a function at module level that takes the `LaunchContext` and one
+#: argument.
 EntryPoint = Callable[[LaunchContext, Any], None]
 
 
 class WorkerHandle(NamedTuple):
-    """Parent's handle of one rank."""
+    """Handle by which the parent reaches one rank."""
 
     host: str
     """Name of the rank's host."""
     local_rank: int
     channel: QueuedChannel
     process: Any = None
-    """Process, or an object with the same `exitcode`. None: the launcher owns the process."""
+    """Process of the rank, or an object with an attribute `exitcode`. None: a launcher owns the
+    process."""
 
 
 class WorkerGroup:
-    """Ranks of the parent, started by it (`start_ranks`) or by a launcher (`rendezvous`).
+    """All ranks of a run, started by the parent (`start_ranks`) or by a launcher (`rendezvous`).
 
     Args:
-        workers: Handles, in the order of the ranks.
-        folder: Folder with the output of the ranks, removed at their end. None: a launcher started
-            them.
-        is_forked: Whether the ranks are forked from a fork server, with which they end.
+        workers: Handles of the ranks, in the order of the ranks.
+        folder: Folder with the output of the ranks, which is removed when they have ended. None: a
+            launcher started the ranks.
+        is_forked: Whether the ranks are forked from a fork server, and end when it ends.
     """
 
     def __init__(
@@ -180,11 +184,11 @@ class WorkerGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the ranks that this process started, in their order."""
+        """Process ids of the ranks that this process started, in the order of the ranks."""
         return [process.pid for process in self._processes()]
 
     def send(self, rank: int, message: bytes) -> None:
-        """Send a message to `rank`. Does not raise if the rank has ended; see `exited`."""
+        """Send a message to a rank. No error is raised if the rank has ended; see `exited`."""
         self.workers[rank].channel.send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
@@ -194,7 +198,8 @@ class WorkerGroup:
             timeout: Seconds to wait.
 
         Returns:
-            Pairs (rank, message) of all messages that have arrived; those of one rank in order.
+            Pairs (rank, message) of all messages that have arrived. Messages of the same rank are
+            in order.
         """
         by_connection: dict[Any, int] = {
             worker.channel.connection: rank
@@ -219,15 +224,16 @@ class WorkerGroup:
             if worker.process is None:
                 self._gone.append(rank)
         except OSError:
-            worker.channel.close()  # the host is unreachable; missing heartbeats report that
+            worker.channel.close()  # the host is unreachable, which missing heartbeats will reveal
         return messages
 
     def exited(self) -> dict[int, int | None]:
         """Return the exit codes of the ranks that have ended, by rank.
 
         Returns:
-            Exit codes; if a signal ended a rank, minus its number. The codes of a launcher's ranks
-            are None; these come first, in the order in which their end was noticed.
+            Exit codes by rank. If a signal ended a rank, the code is minus the number of the
+            signal. Ranks that a launcher started have the code None; these ranks come first, in the
+            order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
         for rank, worker in enumerate(self.workers):
@@ -236,30 +242,30 @@ class WorkerGroup:
         return codes
 
     def fork_server_end(self) -> str | None:
-        """Return how the ranks' fork server has ended; None if it runs, or they have none."""
+        """Return how the fork server has ended, as a clause; None if it runs or there is none."""
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
-        """Return the last output of a started rank; None if it ended before its entry point."""
+        """Return the last output of a rank; None if the rank ended before its entry point."""
         if self._folder is None:
             return ""
         path = _output_file(self._folder, rank)
         parts = []
-        for each in (_earlier_output(path), path):  # either is missing for a moment at each rename
+        for each in (_earlier_output(path), path):  # at a rename, one file is briefly missing
             with contextlib.suppress(FileNotFoundError):
                 parts.append(_tail(each))
-        if not parts:  # a rank creates the file as soon as it has imported the script
+        if not parts:  # a rank creates the file after importing the user's script
             return None
         return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Wait for ranks that were told to stop.
+        """Wait until all ranks have ended, after they have been told to stop.
 
         Args:
-            timeout: Seconds to wait for all of them.
+            timeout: Seconds to wait for all ranks together.
 
         Returns:
-            Whether all have ended with exit code 0.
+            Whether all ranks have ended with exit code 0.
         """
         deadline = time.monotonic() + timeout
         while len(codes := self.exited()) < self.world_size and time.monotonic() < deadline:
@@ -270,7 +276,7 @@ class WorkerGroup:
         """Kill the ranks that still run, and remove the group's temporary files.
 
         Args:
-            error: Reason, which is sent to a launcher's ranks; None: all work is done.
+            error: Reason, which is sent to ranks that a launcher started; None: all work is done.
         """
         alive = [process.pid for process in self._processes() if process.is_alive()]
         process_lifetime.kill_with_children(alive)
@@ -289,7 +295,8 @@ class WorkerGroup:
 
     def _processes(self) -> list[Any]:
         processes = [worker.process for worker in self.workers]
-        # A launcher's ranks have no process, and one that could not be started has no process id.
+        # Ranks that a launcher started have no process here. A process that could not be started
+        # has no process id.
         return [process for process in processes if getattr(process, "pid", None) is not None]
 
 
@@ -303,7 +310,7 @@ def _earlier_output(path: Path) -> Path:
 
 def _tail(path: Path) -> str:
     with path.open("rb") as file:
-        # A character has at most four bytes.
+        # Four times as many bytes are read, because a character has at most four bytes.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * _TAIL_CHARS))
         return file.read(4 * _TAIL_CHARS).decode(errors="replace")
 
@@ -312,8 +319,8 @@ def redirect_output(path: Path) -> None:
     """Redirect stdout and stderr of this process to a file, whose size a thread limits.
 
     Args:
-        path: Path of the file. When it has 1 MiB it is renamed, and replaces the one renamed
-            before.
+        path: Path of the file. When the file exceeds 1 MiB, it is renamed and replaces the file
+            that was renamed before.
 
     Raises:
         OSError: The file cannot be written.
@@ -333,7 +340,7 @@ def redirect_output(path: Path) -> None:
                     redirect()
 
     redirect()
-    sys.stdout = sys.stderr  # written line by line, so that a killed rank leaves its output
+    sys.stdout = sys.stderr  # stderr is written line by line, so a killed rank leaves its output
     threading.Thread(target=bound, name="bound-output", daemon=True).start()
 
 
@@ -347,9 +354,9 @@ def _end_message(error: BaseException | None) -> bytes:
 
 
 def end_if_importing_script() -> None:
-    """End this process if it is a rank that imports the user's script; the parent says why.
+    """End this process if it is a rank that imports the user's script; the parent reports this.
 
-    Without a guard the script would start ranks again, and these as well.
+    A script without the `__main__` guard would start ranks again in each rank, without end.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(1)
@@ -377,13 +384,14 @@ def start_ranks(
         backend: `gloo` or `nccl`.
         device: `cpu`, `cuda` or `cuda:N`.
         preload: Modules that the fork server imports once for all ranks; see `modules_for`.
-        ignores_signals: Whether the ranks survive INT, TERM and HUP, which a terminal and systemd
-            send to all processes. They end with this process in any case.
-        start_timeout: Seconds within which all processes must run, but need not be ready for work.
+        ignores_signals: Whether the ranks ignore INT, TERM and HUP, which a terminal and systemd
+            send to all processes. The ranks always end when this process ends.
+        start_timeout: Seconds within which all processes must have started. They need not be ready
+            for work by then.
 
     Raises:
-        RequestError: The program comes from stdin, or its ranks import it without a guard.
-        RankError: A process has not started in time, or the system refuses to start one.
+        RequestError: The user's program comes from stdin, which ranks cannot import.
+        RankError: A process has not started in time, or the system refuses to start a process.
     """
     end_if_importing_script()
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
@@ -397,7 +405,7 @@ def start_ranks(
         argument,
         world_size,
         backend,
-        # Only this user can open the folder, so no other user can join the store in it.
+        # Only this user can open the folder, so no other user can join the file store in it.
         folder=process_lifetime.make_folder("svdpp-"),
         ends_with_thread=method == "forkserver" or is_main_thread,
         ignores_signals=ignores_signals,
@@ -406,9 +414,9 @@ def start_ranks(
     group = WorkerGroup(workers, start.folder, is_forked=method == "forkserver")
     try:
         _start_processes(workers, start, method, preload, start_timeout)
-    except BaseException:  # usually a signal
+    except BaseException:  # usually a signal interrupts the start
         group.kill()
-        if not _groups:  # without a fork server, exit codes of other groups would be lost
+        if not _groups:  # a fork server knows the exit codes of other groups' ranks
             end_fork_server()
         raise
     _groups.add(group)
@@ -422,14 +430,17 @@ def _start_processes(
     preload: Sequence[str],
     timeout: float,
 ) -> None:
-    """Start the processes, and append a handle of each to `workers`, also if a later one fails."""
-    from torch import multiprocessing as torch_multiprocessing  # before it, the fork server starts
+    """Start the processes of the ranks, and append a handle to `workers` before each start."""
+    from torch import (
+        multiprocessing as torch_multiprocessing,
+    )  # imported here, after the fork server may have started
 
     context: Any = torch_multiprocessing.get_context(method)
     with contextlib.ExitStack() as while_starting:
         deadline = while_starting.enter_context(StartDeadline(timeout))
         if method == "spawn":  # Ctrl-C must not interrupt the imports of the ranks
-            resource_tracker.ensure_running()  # first, because its start unblocks the signals
+            # Must run before signals are blocked, because it unblocks signals.
+            resource_tracker.ensure_running()
             while_starting.enter_context(process_lifetime.environment_defaults())
             while_starting.enter_context(process_lifetime.signals_blocked())
         else:  # the first rank waits for the server's imports, which Ctrl-C must interrupt
@@ -437,7 +448,7 @@ def _start_processes(
         for rank in range(start.world_size):
             deadline.rank = rank
             ours, theirs = context.Pipe(duplex=True)
-            # Daemons, because at its exit this process would wait for other processes.
+            # The ranks are daemons, because Python waits at its exit for other processes.
             process = context.Process(target=_run_worker, args=(rank, start, theirs), daemon=True)
             channel = QueuedChannel(ours)
             workers.append(WorkerHandle(socket.gethostname(), rank, channel, process))
@@ -445,7 +456,7 @@ def _start_processes(
             theirs.close()
 
 
-#: Groups whose ranks may run.
+#: Groups of this process whose ranks may still run.
 _groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 
@@ -463,7 +474,7 @@ class _StartArguments(NamedTuple):
 def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> None:
     code = 1
     try:
-        # First, because the parent reports the errors that are printed there.
+        # The output is redirected first, because the parent reports errors from this file.
         redirect_output(_output_file(start.folder, rank))
         _bind_to_parent(start)
         world = World(
@@ -471,7 +482,7 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
         )
 
         def join() -> None:
-            from svdpp.launch import process_group  # torch
+            from svdpp.launch import process_group  # this imports torch
 
             process_group.join_file_store(world, start.backend, start.folder / "store")
 
@@ -482,22 +493,22 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # without Python's clean-up, for which neighbours would wait
+        os._exit(code)  # skips Python's clean-up, for which other ranks would wait
 
 
 def _bind_to_parent(start: _StartArguments) -> None:
-    """Make this process end when its starter ends, and by signals unless it ignores them."""
+    """Make this process end when the parent ends, and on signals unless the rank ignores them."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
         process_lifetime.ignore_signals()
-    else:  # the rank ends by the signal, which the parent then reports
+    else:  # the signal ends the rank, and the parent reports the signal
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process())
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Start a thread that waits for the end of the starter, cleans up, and ends this process."""
+    """Start a thread that waits until the parent has ended, cleans up, and ends this process."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])

@@ -1,4 +1,4 @@
-"""Rank and world size that a launcher (torchrun or srun) gives this process. No torch.
+"""Rank and world size that a launcher (torchrun or srun) gives this process; imports no torch.
 
 Only this module reads the environment variables of torchrun and Slurm.
 """
@@ -15,65 +15,67 @@ from svdpp.errors import RequestError
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS")
-# Port of the store: torch's default plus the job id, so that jobs on one host use different ports.
+# Default port of the store under Slurm: torch's default plus the job id (modulo the number of
+# ports), so that jobs on one host use different ports.
 _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Rank of a process, and sizes of its world.
+    """Rank of a process, and sizes of the world that the rank belongs to.
 
     Without a launcher, one svdpp command starts all ranks on one machine.
     """
 
     rank: int
     local_rank: int
-    """Rank within this host, which is also the index of its GPU."""
+    """Number of the rank within its host, which is also the index of the rank's GPU."""
     size: int
     """Number of ranks on all hosts."""
     local_size: int
-    """Number of ranks on this host."""
+    """Number of ranks on the rank's host."""
     host: int = 0
-    """Index of this host."""
+    """Index of the rank's host."""
     num_hosts: int = 1
     is_even: bool = True
-    """False if the hosts are known to have different numbers of ranks."""
+    """Whether all hosts have the same number of ranks, as far as the launcher tells."""
     launcher: Literal["torchrun", "slurm"] | None = None
-    """Launcher that started the process; None: svdpp did."""
+    """Launcher that started the process; None: svdpp itself started it."""
     restarts: int = 0
     """Number of times that the launcher has restarted the ranks."""
     owns_store: bool = False
-    """Whether rank 0 creates the store, because the launcher has none."""
+    """Whether rank 0 creates the store, because the launcher does not provide one."""
 
     @property
     def on_first_host(self) -> bool:
-        """Whether this is the host of rank 0."""
+        """Whether the rank runs on the host of rank 0."""
         return self.host == 0
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Number of ranks on each host; None if all are on one host, or the numbers differ."""
+        """Number of ranks on each host; None for a single host, and if hosts differ."""
         is_even = self.is_even and self.local_size * self.num_hosts == self.size
         return self.local_size if is_even and self.num_hosts > 1 else None
 
     @property
     def spans_hosts(self) -> bool:
-        """Whether other hosts have ranks too."""
+        """Whether the world has ranks on several hosts."""
         return self.local_size < self.size
 
 
 def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
-    """Return the world that a launcher gives this process: torchrun or a similar one, or srun.
+    """Return the world that a launcher (torchrun, a similar program, or srun) gives this process.
 
     Args:
         environment: Environment variables.
 
     Returns:
-        World; None if no launcher started the process. A batch script outside srun, and an srun of
-        one task, do not count as launchers.
+        World; None if no launcher started the process. A batch script that runs without srun, and
+        an srun with one task, do not count as launchers.
 
     Raises:
-        RequestError: The launcher's variables are not numbers, or contradict each other.
+        RequestError: The launcher's environment variables are not numbers, or contradict each
+            other.
     """
     if any(name in environment for name in _TORCHRUN):
         world = _torchrun_world(environment)
@@ -94,7 +96,7 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
 
 
 def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
-    """Whether a launcher started this rank and it is not rank 0.
+    """Whether a launcher started this process, and its rank is not 0.
 
     Args:
         launched: Result of `find_world`.
@@ -103,7 +105,7 @@ def is_secondary_rank(launched: World | None) -> TypeGuard[World]:
 
 
 def was_launched() -> bool:
-    """Whether a launcher started this process, even if its variables are invalid."""
+    """Whether a launcher started this process, even if its environment variables are invalid."""
     try:
         return find_world() is not None
     except RequestError:
@@ -111,21 +113,24 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port of the store, from MASTER_ADDR and MASTER_PORT, which torchrun sets.
+    """Return host and port of the store, from the variables MASTER_ADDR and MASTER_PORT.
 
-    Under Slurm the defaults are the job's first host, and a port that depends on the job id.
+    torchrun sets both variables. Under Slurm, the defaults are the job's first host, and a port
+    that depends on the job id.
 
     Args:
         environment: Environment variables.
 
     Raises:
-        RequestError: MASTER_ADDR and a list of hosts are missing, or MASTER_PORT is not a port.
+        RequestError: MASTER_ADDR and Slurm's list of hosts are missing, or MASTER_PORT is not a
+            port number.
     """
     host = environment.get("MASTER_ADDR") or _first_slurm_host(environment)
     if not host:
         raise RequestError(
             "MASTER_ADDR is not set: the ranks cannot find each other",
-            "start with torchrun or srun, or set MASTER_ADDR and MASTER_PORT to those of rank 0",
+            "start with torchrun or srun, or set MASTER_ADDR and MASTER_PORT to address and port "
+            "of rank 0",
         )
     job = environment.get("SLURM_JOB_ID", "")
     offset = int(job) % _NUM_PORTS if job.isascii() and job.isdecimal() else 0

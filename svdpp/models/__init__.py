@@ -1,1 +1,1 @@
-"""Diffusion models: load, encode, denoise, decode. Knows no ranks."""
+"""Diffusion models: checkpoints, loading, encode, denoising steps and decode on one device."""

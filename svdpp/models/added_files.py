@@ -1,4 +1,4 @@
-"""Files of weights that are added to a checkpoint, found here or on the hub; imports no torch."""
+"""Search for LoRA and GGUF files, on this machine or on the hub; imports no torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _Content = TypeVar("_Content")
 
 
 def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
-    """Check that each file names an expert if the model has two, and none otherwise.
+    """Check that each file names an expert if the model has two experts, and no expert otherwise.
 
     Args:
-        files: Files as they are asked for.
+        files: Requested files.
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
@@ -30,11 +30,13 @@ def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
     two_experts = checkpoint.num_experts == 2
     for file in files:
         if two_experts == (file.expert is None):
-            experts = "two experts: say which" if two_experts else "one expert: say none"
-            hint = "end it with :high or :low" if two_experts else f"leave out :{file.expert}"
+            experts = "two experts" if two_experts else "one denoiser"
+            problem = "names no expert" if two_experts else "names an expert"
+            hint = "end the name with :high or :low" if two_experts else f"leave out :{file.expert}"
             name = display_name(file.name)
             raise RequestError(
-                f"{checkpoint.label} has {experts} in `{file.config_field}` {name}", hint
+                f"{checkpoint.label} has {experts}, but `{file.config_field}` {name} {problem}",
+                hint,
             )
 
 
@@ -49,19 +51,20 @@ def find_file(
     """Find a file, download it if it is on the hub, and check it.
 
     Args:
-        wanted: File as it is asked for.
-        check: Function that checks the file before it is hashed, and returns what it found.
-        default: Name of the file in a folder or a repository; empty: it must be named.
-        local_files_only: Whether nothing is downloaded.
-        is_hashed: Whether the whole file is read for its hash, if that is not known.
+        wanted: Requested file.
+        check: Function that checks the file, before the hash is computed, and returns its content.
+        default: File name to use if only a folder or a repository is named; empty: the file must be
+            named.
+        local_files_only: Whether only files on this machine are used.
+        is_hashed: Whether the SHA-256 of the whole file is computed.
 
     Returns:
-        The file as it was asked for, with its absolute path or its commit on the hub, and its hash;
-        its path here; and what `check` returned.
+        The requested file with its absolute path (or its commit on the hub) and its SHA-256; the
+            path on this machine; and the result of `check`.
 
     Raises:
-        ModelError: There is no such file, its check failed, or its hash is not the one that is
-            asked for.
+        ModelError: The file does not exist, `check` failed, or the SHA-256 is not the requested
+            one.
     """
     path, name = Path(os.path.expanduser(wanted.name)), display_name(wanted.name)
     label = f"`{wanted.config_field}` {name}"
@@ -75,7 +78,8 @@ def find_file(
             commits = filter(None, map(snapshot_commit, path.parents))
             found = replace(wanted, revision=next(commits, wanted.revision))
         if path.suffix != wanted.suffix:
-            raise ModelError(f"only {wanted.suffix.removeprefix('.')} files are read", "convert it")
+            kind = wanted.suffix.removeprefix(".")
+            raise ModelError(f"only {kind} files are read", "convert the file")
         content = check(path)
         if is_hashed:
             sha256 = file_sha256(path)
@@ -87,7 +91,7 @@ def find_file(
     if wanted.sha256 not in (None, sha256):
         raise ModelError(
             f"the {wanted.noun} {name} has changed since the clip was made",
-            "restore it, or make the clip again: svdpp run --overwrite",
+            "restore the file, or make the clip again: svdpp run --overwrite",
         )
     return replace(found, sha256=sha256), path, content
 
@@ -100,7 +104,7 @@ def _download(wanted: AddedFile, default: str, local_files_only: bool) -> Path:
     file = file or default
     if not owner.strip("~.") or not repository or not file or repository.endswith(wanted.suffix):
         hint = f"name a {wanted.suffix.removeprefix('.')} file, or OWNER/NAME/FILE on the hub"
-        raise ModelError("there is no such file", hint)
+        raise ModelError("the file does not exist", hint)
     given: Any = {"revision": wanted.revision, "local_files_only": local_files_only}
     source = ModelConfig(name=f"{owner}/{repository}", **given)
     with hub_errors(source):

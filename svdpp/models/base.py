@@ -1,4 +1,4 @@
-"""Types that a rank and its model exchange: tensors by name, sound, calls between steps."""
+"""Types in the interface between a rank and its model: tensors by name, sound, callbacks."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import NamedTuple, Protocol
 import torch
 from PIL import Image
 
-#: Names of a packet's tensors, or their beginnings: the latent, the scheduler's state, what a
-#: denoiser's call returns, the random generator's state, and the structure, JSON in host memory.
+#: Names, or prefixes of names, of the tensors in a packet: the latent, the scheduler's state, the
+#: denoiser's output, the random generator's state, and the structure (JSON in host memory).
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
 
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]
 
-#: Input of a clip besides a prompt: an image, the frames of a video, or several of both by
-#: the arguments of `__call__`.
+#: Visual input of a clip: an image; the frames of a video; or several images and videos by the
+#: names of the pipeline's arguments.
 ModelInput = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
-#: The same as a rank has prepared it: tensors, or unchanged; an empty one if there is nothing.
+#: Visual input of a clip after `prepare`: tensors for SVD, an unchanged `ModelInput` for other
+#: families, and an empty dict for clips from text.
 PreparedInput = ModelInput | Tensors
 
 #: torch's dtypes by the names of options and configs.
@@ -31,29 +32,30 @@ class Audio(NamedTuple):
     """Sound of a clip."""
 
     samples: torch.Tensor
-    """(N, channels), int16."""
+    """Sound samples, (N, channels), int16."""
     rate: int
-    """Samples a second."""
+    """Sampling rate in samples per second."""
 
 
-#: Called after each step with the step's index and the new latent. What it raises ends the steps.
+#: Callback after each step, which gets the step's index and the new latent. An exception from the
+#: callback ends the run of steps.
 AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Other rank of a pair, which evaluates the other branch of the guidance."""
+    """Second rank of a pair: in each step, each rank evaluates one branch of the guidance."""
 
     branch: int
-    """Branch that this rank evaluates: 0, which the pipeline evaluates first, or 1."""
+    """Index of the guidance branch that this rank evaluates: 0 (the pipeline's first) or 1."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send what `evaluate` computes, and receive the other rank's.
+        """Send the tensors that `evaluate` computes, and receive the partner's tensors.
 
         Args:
-            step: Index of the step, which must be that of the other rank.
+            step: Index of the step, which must be the same on both ranks.
             evaluate: Function that computes this rank's tensors.
 
         Returns:
-            The other rank's tensors, of the same names, shapes and dtypes.
+            The partner's tensors, with the same names, shapes and dtypes.
         """
         ...

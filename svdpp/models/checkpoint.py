@@ -1,7 +1,7 @@
-"""Checkpoints: search, checks of their configs, and the facts that the engine needs.
+"""Checkpoints in diffusers' format: search, checks of the configs, and facts for the engine.
 
-A checkpoint is untrusted: sizes in its configs are limited, code is refused, and every error is a
-`ModelError` that names the file.
+A checkpoint is untrusted: sizes in the configs are limited, checkpoints with code are refused, and
+every error is a `ModelError` that names the file.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
 from svdpp.plan.roles import Roles
 
-#: Whether a clip needs, may have, or must not have an input such as an image or a prompt.
+#: Rule for an input such as an image or a prompt: a clip needs, may have, or must not have the
+#: input.
 InputUse = Literal["needed", "optional", "refused"]
 
 
@@ -63,50 +64,56 @@ class Checkpoint:
     """Checkpoint in diffusers' format, of a supported family, whose configs have been checked."""
 
     name: str
-    """Name as the user typed it."""
+    """Name of the model as the user typed it."""
     folder: Path
-    """Folder with the checkpoint's index; for a hub model, its snapshot in the cache."""
+    """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
+    folder in the hub's cache."""
     revision: str | None
-    """Commit hash of a hub model; None for a folder."""
+    """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
-    """Hash of samples of the weights. None: they cannot change (hub models and demo models)."""
+    """SHA-256 of samples of the weights, in hex. None: the weights cannot change, because the model
+    is a hub model or a demo model."""
     variant: str | None
-    """Variant of the files, such as fp16; None: the plain files."""
+    """Variant of the weight files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
-    """LoRAs of the model; empty until the weights are found."""
+    """LoRA files for all clips of the model; empty until `with_weights` has found them."""
     clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
-    """The model's `clip_loras`, as they are asked for with weight 1, and their files."""
+    """LoRA files of `ModelConfig.clip_loras`, by the requested LoRA with weight 1."""
     denoisers: tuple[DenoiserFile, ...] = ()
-    """GGUF files in place of the checkpoint's own denoisers; empty until the weights are found."""
+    """GGUF files that replace denoisers of the checkpoint; empty until `with_weights` has found
+    them."""
     family: str
-    """Name of the family, as in its sampling parameters."""
+    """Name of the model's family, such as `wan`."""
     classes: tuple[tuple[str, str], ...]
-    """Name and class of each component, except the scheduler."""
+    """Pairs of the name and the class name of each component, except the scheduler."""
     scheduler_class: str
     scheduler_config: Mapping[str, Any] = field(hash=False)
     size_multiple: tuple[int, int]
-    """Pixels of which height and width of a frame are multiples."""
+    """Numbers of pixels of which the height and the width of a frame must be multiples."""
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
-    """Least and largest number of frames of a clip, and the reason for these limits."""
+    """Smallest and largest number of frames of a clip, and the reason for these limits."""
     image_sizes: tuple[int, int] | None = None
-    """Limits of the size of clips from an image, in pixels: side of a square clip, and number of
-    which sides are multiples. None: any size."""
+    """Two numbers of pixels that determine the allowed sizes of clips from an image: the side of a
+    square clip, and the number of which height and width are multiples. None: any size."""
     image_use: InputUse
-    """Whether a clip needs, may have, or must not have an image (for some families a video)."""
+    """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
+    must not have an image."""
     last_image_use: InputUse
-    """Whether a clip from an image needs, may have, or must not have a last image."""
+    """Rule for the last image: a clip from an image needs, may have, or must not have a last
+    image."""
     last_image_reason: str = ""
-    """Reason why the checkpoint takes none, where others of the family do."""
+    """Reason why this checkpoint takes no last image, if other checkpoints of the family do."""
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
-    """Fraction of the training timesteps below which `transformer_2` runs; None: one denoiser."""
+    """Fraction of the training timesteps below which `transformer_2` runs. None: the model has only
+    one denoiser."""
     decode_draws_noise: bool = False
-    """Whether the decode draws random numbers."""
+    """Whether decoding a clip draws random numbers."""
     has_image_projection: bool = False
-    """Whether the denoiser has layers for an image embedding, as Wan 2.1 image-to-video has."""
+    """Whether the denoiser has layers for an image embedding, as in Wan 2.1 image-to-video."""
 
     @property
     def label(self) -> str:
@@ -115,18 +122,18 @@ class Checkpoint:
 
     @property
     def spec(self) -> FamilySpec:
-        """Spec of the family."""
+        """Spec of the model's family."""
         return FAMILY_SPECS[self.family]
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about tensors of LoRAs that do not fit the model and are ignored."""
+        """Sentences about LoRA tensors that are ignored because they fit no weight of the model."""
         files = (*self.loras, *self.clip_loras.values())
         return [file.remark for file in files if file.remark]
 
     @property
     def prompt_use(self) -> InputUse:
-        """Whether a clip needs a prompt or must have none."""
+        """Rule for prompts: a clip needs a prompt, or must not have a prompt."""
         return "needed" if self.spec.takes_prompt else "refused"
 
     @property
@@ -140,7 +147,7 @@ class Checkpoint:
         return tuple(part for part, _ in self.classes if has_weights(part))
 
     def denoiser_file(self, part: str) -> DenoiserFile | None:
-        """Return the GGUF file that takes the place of a component's weights; None: they are own.
+        """Return the GGUF file that replaces a component's weights; None if there is no such file.
 
         Args:
             part: Name of the component.
@@ -148,7 +155,7 @@ class Checkpoint:
         return next((file for file in self.denoisers if file.part == part), None)
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return all components that a rank with these roles loads, also those without weights."""
+        """Return the names of all components that a rank with these roles loads."""
         spec, needed = self.spec, set(self.spec.shared_components)
         if roles.encode:
             needed |= {*spec.encode_components, *(IMAGE_ENCODERS if sampling.from_image else ())}
@@ -159,11 +166,11 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the components with weights that a rank with these roles loads."""
+        """Return the names of the components with weights that a rank with these roles loads."""
         return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Check that a clip has all inputs that the model needs, and none that it would ignore.
+        """Check that a clip has all inputs that the model needs, and no input that it would ignore.
 
         Args:
             sampling: Resolved sampling parameters of the clip.
@@ -208,7 +215,7 @@ class Checkpoint:
         """Return `sampling` with the model's defaults in place of None, after checking it.
 
         Raises:
-            RequestError: The parameters are of another family, or out of this model's range.
+            RequestError: The parameters are for another family, or out of the range of this model.
         """
         if sampling.family != self.family:
             raise RequestError(
@@ -239,17 +246,17 @@ class Checkpoint:
 
     def _check_last_image(self, sampling: SamplingConfig) -> None:
         if self.last_image_use == "needed" and not sampling.has_last_image:
-            hint = "it makes clips between a first and a last image: give `last_image`, too"
+            hint = "the model makes clips between a first and a last image: give `last_image`, too"
             wrong = f"{self.label} needs a `last_image`"
             raise RequestError(wrong, hint, details={"needs": "a last image"})
         if self.last_image_use == "refused" and sampling.has_last_image:
             check_takes_last_image(self.family)
-            reason = self.last_image_reason or "it makes clips from text alone"
+            reason = self.last_image_reason or "the model makes clips from text alone"
             wrong = f"{self.label} takes no `last_image`: {reason}"
-            raise RequestError(wrong, "leave it out", details={"reason": reason})
+            raise RequestError(wrong, "leave `last_image` out", details={"reason": reason})
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
-        """Return the files with a component's weights, and the dtypes of the weights in each.
+        """Return the weight files of a component, each with the dtypes of the file's tensors.
 
         Raises:
             ModelError: A file is missing or damaged, or the weights are quantised.
@@ -258,21 +265,21 @@ class Checkpoint:
         files = {path: read_dtypes(path) for path in paths}
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
             raise ModelError(
-                f"{part} has weights of the dtype {quantised[0]}: quantised",
+                f"{part} has quantised weights of the dtype {quantised[0]}",
                 _QUANTISED_HINT,
                 details={"component": part, "dtype": quantised[0]},
             )
         return files
 
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
-        """Return the SHA-256 of each file with weights, in hex, by its name below the folder.
+        """Return the SHA-256 of each weight file, in hex, by path relative to the folder.
 
-        A GGUF file is named as if it were in the folder of the component whose place it takes. The
+        A GGUF file gets a path as if it were in the folder of the component that it replaces. The
         first call reads all files of the model, which takes about a second for each GB. Later
-        calls, in any process, read only files that have changed.
+        calls, also in other processes, read only files that have changed.
 
         Args:
-            parts: Names of the components whose files are hashed; None: all.
+            parts: Names of the components whose files are hashed; None: all components.
 
         Raises:
             ModelError: A file is missing or cannot be read.
@@ -285,7 +292,8 @@ class Checkpoint:
         try:
             hashes = hash_files(names)
         except OSError as error:
-            raise ModelError(f"{self.label}: a file cannot be read ({error.strerror})") from error
+            problem = error.strerror
+            raise ModelError(f"{self.label}: a weight file cannot be read ({problem})") from error
         return {name: hashes[path] for path, name in names.items()}
 
     def variant_of(self, part: str) -> str | None:
@@ -296,13 +304,13 @@ class Checkpoint:
         """Return a new scheduler of diffusers with the checkpoint's config.
 
         Args:
-            sampling: Sampling parameters, whose `flow_shift` replaces that of the config. None: the
-                config is not changed.
+            sampling: Sampling parameters, whose `flow_shift` replaces the value in the config.
+                None: the config is used unchanged.
 
         Raises:
             ModelError: The scheduler's class rejects the config.
         """
-        import diffusers  # here, because the import takes seconds
+        import diffusers  # imported here, because this takes seconds
 
         name, values = self.scheduler_class, dict(self.scheduler_config)
         if (shift := getattr(sampling, "flow_shift", None)) is not None:
@@ -311,13 +319,13 @@ class Checkpoint:
             return getattr(diffusers, name).from_config(values)
 
     def timesteps(self, sampling: SamplingConfig) -> Any:
-        """Return the timesteps of a clip's steps: a tensor of shape (steps,) on the CPU.
+        """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,) on the CPU.
 
         Args:
             sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: The scheduler cannot make this number of steps.
+            ModelError: The scheduler does not support this number of steps.
         """
         scheduler = self.build_scheduler(sampling)
         with library_errors("scheduler", self):
@@ -327,16 +335,16 @@ class Checkpoint:
         return scheduler.timesteps[-steps:]
 
     def expert_boundary(self, sampling: SamplingConfig) -> int | None:
-        """Return the number of steps of the first expert; None if the model has one denoiser.
+        """Return the number of steps of the high-noise expert; None if the model has one denoiser.
 
-        As in `WanPipeline.__call__`, the first expert does the steps whose timestep is at or above
-        the boundary.
+        As in `WanPipeline.__call__`, the high-noise expert runs the steps whose timestep is at
+        least `boundary_ratio` times the number of training timesteps.
 
         Args:
             sampling: Resolved sampling parameters.
 
         Raises:
-            ModelError: The scheduler cannot make this number of steps.
+            ModelError: The scheduler does not support this number of steps.
         """
         if self.boundary_ratio is None:
             return None
@@ -345,16 +353,15 @@ class Checkpoint:
 
 
 def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
-    """Find the checkpoint of `model`, download missing files of a hub model, and check it.
+    """Find the checkpoint of `model`, download missing files of a hub model, and check all files.
 
     Args:
-        model: Model: a folder, a hub id, or one of `DEMO_MODELS`.
-        weights: Whether weights are downloaded and their headers are checked; else only configs
-            are.
+        model: Model, named by a folder, a hub id, or the name of a demo model.
+        weights: Whether weights are downloaded and the headers of weight files are checked. False:
+            only configs are downloaded and checked.
 
     Raises:
-        ModelError: The checkpoint is missing, incomplete, damaged, or of a kind that svdpp does not
-            run.
+        ModelError: The checkpoint is missing, incomplete or damaged, or svdpp cannot run it.
         RequestError: The options contradict the checkpoint.
     """
     with _located(model) as local:
@@ -363,7 +370,7 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
                 f"`revision` is for hub models; {display_name(model.name)} is a folder"
             )
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
-            # A copy of the published configs, which needs no network.
+            # svdpp includes a copy of the default model's configs, so no network is needed.
             local = local or _ASSETS / "svd-xt"
         checkpoint = _check_configs(model, local or download(model), local)
     if not weights:
@@ -374,14 +381,14 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
 def with_weights(
     checkpoint: Checkpoint, model: ModelConfig, components: Collection[str]
 ) -> Checkpoint:
-    """Return `checkpoint` with the weights of `components`, downloaded and checked.
+    """Return `checkpoint` after downloading and checking the weights of `components`.
 
-    In a local folder the weights of all components are checked, because its fingerprint covers
-    them all. Denoisers whose place GGUF files take are neither downloaded nor checked.
+    In a local folder, the weights of all components are checked, because the fingerprint covers all
+    of them. Denoisers that GGUF files replace are neither downloaded nor checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
-        model: Model that it belongs to.
+        model: Model of the checkpoint.
         components: Names of components with weights.
 
     Raises:
@@ -400,8 +407,8 @@ def with_weights(
         if local is None:
             pinned = replace(model, revision=checkpoint.revision or model.revision)
             folder = download(pinned, components)
-            # The configs of the default model came with svdpp, so those of the snapshot are checked
-            # here.
+            # The configs of the default model were read from the copy in svdpp, so the downloaded
+            # configs are checked here.
             checkpoint = _check_configs(model, folder, local)
         if local is not None:
             components = [part for part in checkpoint.weighted_components if part not in replaced]
@@ -421,14 +428,14 @@ def with_weights(
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """Yield the model's local folder, None for a hub id; name the model in errors of the block."""
+    """Yield the model's local folder (None for a hub id); add the model's name to errors."""
     local = _local_folder(model.name)
     try:
         yield local
     except ModelError as error:
         hint = "copy or download the folder again, or `model` demo"
         if local is None:
-            # Only the damaged file is proposed, because all files can have 126 GB.
+            # The hint names only the damaged file, because a model can have 126 GB.
             file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"
@@ -437,7 +444,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the local folder that `name` means; None if it can only be a hub id."""
+    """Return the local folder of the model `name`; None if the name can only be a hub id."""
     if name in DEMO_MODELS:
         return _ASSETS / DEMO_MODELS[name].folder
     path = os.path.expanduser(name)
@@ -461,14 +468,14 @@ def _local_folder(name: str) -> Path | None:
 
 
 class Configs:
-    """Configs of a checkpoint's components, checked against the spec of a family."""
+    """Configs of a checkpoint's components, which the constructor checks against a spec."""
 
     def __init__(self, folder: Path, index: JsonFile, spec: FamilySpec) -> None:
         self.index = index
         self._folder = folder
         _refuse_code(folder)
         _check_blocks(index, spec)
-        #: Class of each component, by its name.
+        #: Name of each component's class, by the name of the component.
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
@@ -525,14 +532,14 @@ class Configs:
 
         Args:
             part: Name of the component.
-            defaults: Values for keys that the config lacks, as the component's class has them.
+            defaults: Default values of the component's class, for keys that the config lacks.
         """
         config = self._configs[part]
         return JsonFile(config.label, {**defaults, **config.values})
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield path, key and value of all entries, also of nested configs.
+    """Yield path, key and value of all entries of a config, including nested configs.
 
     The path of a nested key is written with dots, such as `text_config.num_hidden_layers`.
     """
@@ -583,10 +590,11 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
 
 
 def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
-    """Read the index of a checkpoint; return it and the family of its pipeline.
+    """Read a checkpoint's index; return the file and the name of the family that runs the pipeline.
 
-    As in diffusers, `modular_model_index.json` comes before `model_index.json`. Several families
-    can run the pipeline: `asked` chooses among them; None means the main one.
+    As in diffusers, `modular_model_index.json` is preferred to `model_index.json`. If several
+    families can run the pipeline, `asked` chooses one of them by name. None: the default family of
+    the pipeline.
     """
     present = [name for name in _INDEX_FILES if (folder / name).is_file()]
     if not present:
@@ -599,7 +607,7 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     if not isinstance(name, str) or name not in FAMILY_OF_PIPELINE:
         raise index.error(
             f"the pipeline is {short_repr(name)}, which svdpp does not run",
-            "svdpp models lists those that it runs",
+            "svdpp models lists the pipelines that svdpp runs",
         )
     family = FAMILY_OF_PIPELINE[name]
     families = _families_of(name)
@@ -624,7 +632,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
         library, name = _entry(index, part)
         if name is None:
             continue
-        # diffusers would import a module of any name.
+        # Other modules are refused, because diffusers would import a module of any name.
         if library not in (*_LIBRARIES, spec.pipeline_package):
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
@@ -642,7 +650,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return library and class of a component; the class is None if it is missing.
+    """Return the library and the class name of a component; the class is None if it is missing.
 
     Raises:
         ModelError: The entry of a modular index names another folder than the component's.
@@ -680,7 +688,7 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
 
 
 def _refuse_code(folder: Path) -> None:
-    # An adapter_config.json can name a repository to load.
+    # The last pattern is refused, because an adapter_config.json can name a repository to load.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
             name = short_repr(path.relative_to(folder).as_posix())
@@ -696,7 +704,7 @@ _QUANTISED_HINT = (
     "use the checkpoint that it was made from; of many families the denoiser may be quantised: "
     "`denoisers` FILE.gguf"
 )
-#: Dtypes of quantised weights, which are useless without scales.
+#: Dtypes that safetensors files use for quantised weights, which cannot be used without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
@@ -704,14 +712,14 @@ _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",
 }
-#: Arguments that `from_config` of a scheduler needs with the config of another one, by class.
+#: Arguments that a scheduler class needs in `from_config` with the config of another scheduler.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
-#: Patterns of the allowed classes of components that several families have.
+#: Patterns of the allowed component classes, for component names that several families have.
 _CLASSES = {
     "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
     r"Qwen2(_5_)?VLProcessor",

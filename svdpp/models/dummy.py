@@ -1,6 +1,6 @@
-"""A small Conv3d network with the denoiser's contract.
+"""Dummy model: a small Conv3d network with the interface of a real model.
 
-It stands in for SVD in rehearsals on a laptop, and in tests of everything but the model.
+It replaces SVD in benchmarks on a laptop, and in tests that do not need a real model.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from svdpp.plan.costs import CostModel, PartFlops
 
 
 class DummyUNet(nn.Module):
-    """Two Conv3d layers and a residual; the same weights in every process."""
+    """Network of two Conv3d layers with a residual, with equal weights in every process."""
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
         super().__init__()
@@ -44,14 +44,14 @@ class DummyUNet(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """Run one step.
+        """Run one denoising step.
 
         Args:
             latent: (B, C, F, H, W), in the network's dtype.
             step: Index of the step, on which the result depends.
 
         Returns:
-            The new latent, of the same shape and dtype.
+            The latent after the step, with unchanged shape and dtype.
         """
         level = 1.0 - step / self.num_steps
         residual: torch.Tensor = self.narrow(torch.nn.functional.silu(self.widen(latent) + level))
@@ -60,9 +60,10 @@ class DummyUNet(nn.Module):
 
 @dataclass(eq=False)
 class DummyModel:
-    """Model of one rank, as `EngineModel`: it encodes a seed and decodes black frames.
+    """Dummy model with the interface of `EngineModel`: it encodes a seed and decodes black frames.
 
-    With `costs` each part takes at least the seconds of `rank`: the dummy stands for a device.
+    With `costs`, each encode, step and decode lasts at least as long as the costs of `rank` say,
+    so that a CPU can imitate a slower device.
     """
 
     spec: LatentSpec
@@ -71,7 +72,7 @@ class DummyModel:
     costs: CostModel | None = None
     rank: int = 0
     audio: Audio | None = None
-    """Sound of the last clip: always None, as the dummy makes none."""
+    """Sound of the last clip; always None, because the dummy model makes no sound."""
 
     def __post_init__(self) -> None:
         self._dtype = DTYPES[self.spec.dtype]
@@ -79,7 +80,7 @@ class DummyModel:
         self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
-        """Return the same network with other numbers of steps and frames."""
+        """Return a model with the same network, for other numbers of steps and frames."""
         batch, channels, _, *size = self.spec.shape
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
@@ -93,22 +94,22 @@ class DummyModel:
         return {LATENTS: (self.spec.shape, self._dtype)}
 
     def prepare(self, source: ModelInput) -> Tensors:  # noqa: ARG002
-        """Return nothing: the dummy uses no image."""
+        """Return an empty dict, because the dummy model uses no image."""
         return {}
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Take no LoRAs: requests that have some are refused before."""
+        """Check that a clip has no LoRAs, which requests for the dummy model cannot name."""
         assert not loras, "the dummy model takes no LoRAs"
 
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:  # noqa: ARG002
         """Draw a clip's noise on the CPU, so that every device starts from the same latent.
 
         Args:
-            prepared: Not used.
-            request: Clip, of which only the seed is used.
+            prepared: Visual input, which is ignored.
+            request: Request for the clip, of which only the seed is used.
 
         Returns:
-            A packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
+            Packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
         """
         with self._lasting(CostModel.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
@@ -127,18 +128,18 @@ class DummyModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Run steps of the same network, which carries nothing from step to step.
+        """Run steps `start` to `end` (exclusive). The latent is the only state between steps.
 
         Args:
-            tensors: Packet before the first of these steps.
+            tensors: Packet before step `start`.
             start: First step.
             end: Step before which the range ends.
             after_step: Callback that gets each step's index and its latent.
-            partner: Other rank of a pair: each gives half of the elements, in half of the time.
-                None: this rank does all.
+            partner: Second rank of a pair. Each rank computes half of the latent's elements, in
+                half of the time. None: this rank computes all elements.
 
         Returns:
-            The packet after the last of these steps.
+            Packet after these steps.
         """
         latent = tensors[LATENTS]
         for step in range(start, end):
@@ -157,7 +158,10 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Evaluate a step and keep this branch's half; an odd number's middle is in both."""
+        """Run a step and keep this branch's half of the elements.
+
+        Of an odd number of elements, both halves contain the middle element.
+        """
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
             size = (flat.numel() + 1) // 2
@@ -165,14 +169,14 @@ class DummyModel:
         return own
 
     def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Return small black frames, one for each of the latent's, in the time of a decode.
+        """Return one small black frame for each frame of the latent, after the time of a decode.
 
         Args:
-            _: Packet, which is not used.
-            frames: Range of frames to make; None: all.
+            _: Packet, which is ignored.
+            frames: Range of frames to return; None: all frames.
 
         Returns:
-            (F, 8, 8, 3) uint8, on the device.
+            Frames, (F, 8, 8, 3) uint8, on the model's device.
         """
         count = self.spec.shape[2]
         part = frames or FrameRange(0, count, count)
@@ -184,7 +188,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep at the end of the block until a share of the part's seconds have passed."""
+        """Sleep at the end of the block until it has lasted `share` of the given seconds."""
         start = time.monotonic()
         yield
         if self.costs is not None:
@@ -193,10 +197,10 @@ class DummyModel:
 
 
 def count_flops(spec: LatentSpec, num_steps: int) -> PartFlops:
-    """Count the FLOPs of the dummy's parts, by torch's counter on its real calls without data.
+    """Count the FLOPs of the dummy model's encode, step and decode, on the meta device.
 
     Args:
-        spec: Shape and dtype of its latents.
+        spec: Shape and dtype of the latent.
         num_steps: Number of denoising steps of a clip.
     """
     model = DummyModel(spec, num_steps, torch.device("meta"))

@@ -1,7 +1,7 @@
-"""Files of a model, which are untrusted: downloads, configs and headers of weights. No torch.
+"""Files of a model: downloads, configs and headers of weight files; imports no torch.
 
-Errors of the libraries become a `ModelError` without tokens, and without URLs, which may contain
-tokens. `checkpoint` adds the model's name.
+All files are untrusted. Errors of the libraries become a `ModelError` without access tokens, and
+without URLs, which may contain tokens. `models.checkpoint` adds the model's name.
 """
 
 from __future__ import annotations
@@ -32,25 +32,26 @@ from svdpp.errors import (
     redact_tokens,
 )
 
-#: Hint for a complete checkpoint that svdpp cannot run.
+#: Hint of errors about a complete checkpoint that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
-#: Hint for a name that is not a model.
+#: Hint of errors about a name that is neither a folder nor a model on the hub.
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
 
-#: Files without weights of all families, a few megabytes.
+#: Patterns of the files without weights (a few megabytes), for models of all families.
 _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
 )
-# Pickles and programs, which a tokenizer's folder may contain.
+# Patterns of pickles and programs, which a tokenizer's folder may contain.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 _MAX_CONFIG_BYTES = 16 * 2**20
-# Bytes of each tensor in a fingerprint. They suffice, because training changes every number.
+# Number of bytes of each tensor that a fingerprint covers. A few suffice, because training changes
+# every number.
 _SAMPLED_BYTES = 64
 _WEIGHTS_HINT = (
-    "`variant` fp16 reads names with .fp16; no pickles (.bin) are read, which can run code: "
-    "convert them with save_pretrained(..., safe_serialization=True)"
+    "`variant` fp16 reads files with .fp16 in the name; pickles (.bin) can run code and are not "
+    "read: convert them with save_pretrained(..., safe_serialization=True)"
 )
 
 _REPR = reprlib.Repr()
@@ -64,20 +65,20 @@ def short_repr(value: object) -> str:
 
 
 def display_name(name: str) -> str:
-    """Return a model's name for messages: short, on one line, without home folder and tokens."""
+    """Return a model's name for messages: short, on one line, without home folder or tokens."""
     return short_repr(redact(name))
 
 
 @contextmanager
 def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
-    """Turn errors of the libraries in the block into a `ModelError`.
+    """Turn errors of diffusers and transformers in the block into a `ModelError`.
 
     Args:
         component: Name of the component that the block loads, for the message.
-        checkpoint: Checkpoint to name in the message; None: none is named.
+        checkpoint: Checkpoint whose name the message begins with; None: the message has no name.
 
     Raises:
-        ModelError: The block raised an exception. Errors of a lack of memory pass unchanged.
+        ModelError: The block raised an exception. Out-of-memory errors pass unchanged.
     """
     label = f"{checkpoint.label}: " if checkpoint else ""
     try:
@@ -102,10 +103,10 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class JsonFile:
-    """JSON object of a file."""
+    """JSON object that was read from a file of a checkpoint."""
 
     label: str
-    """Name of the file in messages, below the checkpoint's folder."""
+    """Path of the file relative to the checkpoint's folder, for messages."""
     values: Mapping[str, Any]
 
     def error(
@@ -115,7 +116,7 @@ class JsonFile:
 
         Args:
             message: Message without the name of the file.
-            hint: Fix. "": the hint is to download the checkpoint again.
+            hint: Fix for the user. "": the hint is to download the checkpoint again.
             details: Further details by name; None: none.
         """
         return ModelError(
@@ -137,15 +138,15 @@ class JsonFile:
         return value
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check the value at `key`.
+        """Check that the value at `key` is `expected`.
 
         Args:
             key: Key of the object.
-            expected: The only value that svdpp runs.
-            reason: Reason, as the last clause of the message.
+            expected: The only value that svdpp supports.
+            reason: Reason why other values are not supported, as the last clause of the message.
 
         Raises:
-            ModelError: The value is another one.
+            ModelError: The value is not `expected`.
         """
         if (value := self.values.get(key)) != expected:
             raise self.error(
@@ -162,12 +163,14 @@ class JsonFile:
             reason: Effect of the key, as a clause such as "draws noise".
 
         Raises:
-            ModelError: The key is set.
+            ModelError: The value, or an element of it, is neither false nor missing.
         """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
             raise self.error(
-                f"{key} is not supported: it {reason}", UNSUPPORTED_HINT, details={"key": key}
+                f"the key {key} is not supported: it {reason}",
+                UNSUPPORTED_HINT,
+                details={"key": key},
             )
 
 
@@ -176,11 +179,11 @@ def read_json(folder: Path, name: str) -> JsonFile:
 
     Args:
         folder: Folder of the checkpoint.
-        name: Name of the file below it.
+        name: Path of the file relative to `folder`.
 
     Raises:
-        ModelError: The file is missing, not a regular file, cannot be read, or holds no JSON
-            object.
+        ModelError: The file is missing, is not a regular file, cannot be read, or does not contain
+            a JSON object.
     """
     if not (folder / name).is_file():  # a pipe counts as missing: reading it would never end
         raise ModelError(f"{name} is missing", details={"file": name})
@@ -189,7 +192,10 @@ def read_json(folder: Path, name: str) -> JsonFile:
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:  # a longer file is cut, and so not valid either
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # a longer file is cut, and so is not valid JSON either
         raise ModelError(f"{name} does not hold valid JSON", details={"file": name}) from error
     if not isinstance(values, dict):
         raise ModelError(f"{name} does not hold a JSON object", details={"file": name})
@@ -200,14 +206,14 @@ def read_json(folder: Path, name: str) -> JsonFile:
 
 
 def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
-    """Download a hub model's configs, and weights of components, unless they are cached.
+    """Download a hub model's configs and the weights of components, unless the cache has them.
 
     Args:
-        model: Hub model, with its revision and variant.
-        components: Names of components whose weights are downloaded.
+        model: Hub model, with revision and variant.
+        components: Names of the components whose weights are downloaded.
 
     Returns:
-        Folder of the snapshot in the hub's cache.
+        Folder of the model's snapshot in the hub's cache.
 
     Raises:
         ModelError: The hub cannot be reached or denies access, or the disk is full.
@@ -215,7 +221,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
         folder = _fetch(model.name, model.revision, *given)
-    # Components that lack the variant are then downloaded as plain files.
+    # The second round downloads plain files for components that the first did not find.
     for variant in dict.fromkeys((model.variant, None)):
         absent = [part for part in components if not _has_weights(folder, part, model.variant)]
         if absent:
@@ -227,7 +233,7 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     return folder
 
 
-@functools.cache  # so that a process uses one commit, even if the hub's changes
+@functools.cache  # cached, so that a process uses one commit even if the hub's model changes
 def _fetch(
     name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
 ) -> Path:
@@ -239,7 +245,7 @@ def _fetch(
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
-    """Progress bar that shows nothing, for configs, which are small."""
+    """Progress bar that shows nothing, for the download of configs, which are small."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{**options, "disable": True})
@@ -252,19 +258,20 @@ def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
 
 
 def snapshot_commit(snapshot: Path) -> str | None:
-    """Return the commit hash of a snapshot in the hub's cache; None for other folders."""
+    """Return the commit hash of a snapshot folder in the hub's cache; None for other folders."""
     return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
 
 
 @contextmanager
 def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
-    """Turn errors of the hub's library in the block into a `ModelError`.
+    """Turn errors of `huggingface_hub` in the block into a `ModelError`.
 
-    The library's own messages are left out, because they have URLs and advice for other programs.
+    The messages of `huggingface_hub` are left out, because they contain URLs and advice for other
+    programs.
 
     Args:
-        model: Model that is downloaded.
-        components: Names of components whose weights are downloaded, for the message.
+        model: Model that the block downloads.
+        components: Names of the components whose weights the block downloads, for the message.
 
     Raises:
         ModelError: A download failed.
@@ -273,8 +280,8 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
     try:
         yield
-    # HTTPError is the base class of the hub's HTTP library. A full disk or a network failure is an
-    # OSError. hf_xet, which transfers large files, raises RuntimeError.
+    # HTTPError is the base class of errors in HTTP requests. A full disk or a network failure is an
+    # OSError. The package hf_xet, which transfers large files, raises RuntimeError.
     except (
         errors.HFValidationError,
         errors.HTTPError,  # type: ignore[attr-defined]
@@ -289,7 +296,7 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status of the hub's response; None if there was none."""
+    """Return the HTTP status of the hub's response; None if there was no response."""
     responses = (getattr(each, "response", None) for each in (error, error.__cause__))
     return next((each.status_code for each in responses if each is not None), None)
 
@@ -310,7 +317,8 @@ def _message_and_hint(
             return "neither a local folder nor a model on the hub", hint
         case errors.LocalEntryNotFoundError() if status not in (401, 403):
             missing = f" ({', '.join(components)} missing)" if components else ""
-            # Without components only configs are needed: a few megabytes, instead of up to 126 GB.
+            # Without `components`, the hint downloads only configs: a few megabytes instead of up
+            # to 126 GB.
             needed = [f"{part}/*" for part in components] or _CONFIG_PATTERNS
             only = "".join(f" --include '{each}'" for each in needed)
             return (
@@ -322,7 +330,7 @@ def _message_and_hint(
     cause = getattr(error, "strerror", None) or cause
     return (
         f"cannot be downloaded ({cause})",
-        "check `revision`, the network and the disk (HF_HOME names another one), and run the "
+        "check `revision`, the network and the disk (HF_HOME sets the cache folder), and run the "
         "command again: complete files stay in the cache; for a private model: hf auth login",
     )
 
@@ -331,18 +339,19 @@ def _message_and_hint(
 
 
 class _Names(NamedTuple):
-    """Names of the files with a component's weights, in one variant."""
+    """File names of a component's weights in one variant."""
 
     single: str
-    """Name of a file with all weights."""
+    """Name of the file if one file contains all weights."""
     shards: tuple[str, str]
-    """Patterns of shards: by diffusers' present naming, and by that of before 2025."""
+    """Patterns of the names of shards: as diffusers names them today, and as until 2024."""
     indices: tuple[str, str]
-    """Names of the file that lists the shards, by the same two namings."""
+    """Names of the index file that lists the shards: as diffusers names it today, and as until
+    2024."""
 
 
 def _weight_names(component: str, variant: str | None) -> _Names:
-    # Text and image encoders have transformers' name; all other components have diffusers'.
+    # Weight files of text and image encoders are named by transformers, all others by diffusers.
     stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
     start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
     return _Names(
@@ -356,7 +365,7 @@ def _weight_names(component: str, variant: str | None) -> _Names:
 
 
 def _file_names(folder: Path, component: str) -> list[str]:
-    # Only regular files: reading a pipe would never end.
+    # Only regular files are listed, because reading a pipe would never end.
     paths = filter(Path.is_file, (folder / component).glob("*"))
     return sorted(f"{component}/{path.name}" for path in paths)
 
@@ -368,9 +377,9 @@ def _has_names(folder: Path, component: str, variant: str | None) -> bool:
 
 
 def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
-    """Return the variant in which a component's weights are read.
+    """Return the variant in which a component's weights are read; None: the plain files.
 
-    As in diffusers, a component without the variant is read from its plain files if another
+    As in diffusers, a component that lacks the variant is read from its plain files if another
     component has the variant.
 
     Args:
@@ -386,10 +395,10 @@ def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
 
 
 def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
-    """Return the files of a component's weights that the libraries read.
+    """Return the weight files of a component that diffusers and transformers read.
 
-    These are one file, or the shards in an index. If both exist, diffusers reads the index and
-    transformers reads the file.
+    The result is a single file, or the shards that an index lists. If both exist, diffusers reads
+    the shards and transformers reads the single file.
 
     Args:
         folder: Folder of the checkpoint.
@@ -397,7 +406,7 @@ def weight_files(folder: Path, component: str, variant: str | None) -> list[str]
         variant: Requested variant; see `variant_of`.
 
     Raises:
-        ModelError: The component has no such files, or the index is damaged.
+        ModelError: The component has no weight files, or the index is damaged.
     """
     variant = variant_of(folder, component, variant)
     names, known = _file_names(folder, component), _weight_names(component, variant)
@@ -422,11 +431,14 @@ def _shards(
     for name in files:  # an index could name a pickle, or a file outside the folder
         path = f"{component}/{name}"
         if not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
-            raise index.error(f"lists {short_repr(name)}, which is not one of its shards")
+            raise index.error(
+                f"the index lists {short_repr(name)}, which is not the name of a shard"
+            )
     shards = sorted({f"{component}/{name}" for name in files})
-    if missing := {*shards} - {*names}:  # such as after an interrupted download
+    # Shards are missing after an interrupted download, for example.
+    if missing := {*shards} - {*names}:
         raise index.error(
-            f"{len(missing)} of {len(shards)} shards miss",
+            f"{len(missing)} of {len(shards)} shards are missing",
             details={
                 "missing": sorted(missing),
                 "missing_shards": len(missing),
@@ -437,7 +449,7 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """Return the dtype of each tensor in a safetensors file, as written there (F32, BF16).
+    """Return the dtype of each tensor in a safetensors file, in the format's names such as BF16.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.
@@ -446,10 +458,11 @@ def read_dtypes(path: Path) -> list[str]:
 
 
 def fingerprint(folder: Path, files: Iterable[Path]) -> str:
-    """Return the SHA-256 of the headers of `files` and of 64 bytes of each tensor, in hex.
+    """Return the SHA-256 of the headers of weight files and of 64 bytes of each tensor, in hex.
 
-    This reads a few hundred KB instead of several GB. It detects other training, which changes
-    every number; `Checkpoint.file_hashes` detects any change.
+    This reads a few hundred KB instead of several GB. The result differs for models that were
+    trained differently, because training changes every number. Only `Checkpoint.file_hashes`
+    detects any change.
 
     Raises:
         ModelError: A file cannot be read, or is damaged.
@@ -471,7 +484,8 @@ def read_safetensors_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """Read the header of a safetensors file.
 
     Returns:
-        Bytes of the header; and `dtype`, `shape` and `data_offsets` of each tensor, by its name.
+        Bytes of the header; and a dict with `dtype`, `shape` and `data_offsets` of each tensor, by
+        the tensor's name.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.

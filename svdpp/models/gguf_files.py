@@ -1,7 +1,7 @@
-"""Denoisers in GGUF files, found, hashed and checked before any rank starts; imports no torch.
+"""Search for GGUF denoisers, and checks of their headers before any rank starts; imports no torch.
 
-A file is untrusted: its header is read here within bounds before the package gguf, which trusts its
-counts, reads it again. Only tensors, names and sizes are used; nothing in the file is run.
+A GGUF file is untrusted, and the package gguf trusts the counts in its header. So this module reads
+the header first, with limits. No code from the file is run.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from svdpp.models.files import display_name, short_repr
 
 
 class TensorType(NamedTuple):
-    """Type of a tensor: how many bytes hold a block of its numbers."""
+    """Data type of a tensor in a GGUF file, which stores numbers in blocks of equal size."""
 
     name: str
     numbers: int
-    """Numbers of one block; the last size of a tensor's shape is a multiple of it."""
+    """Number of values in a block; the last axis of a tensor must be a multiple of this number."""
     size: int
-    """Bytes of one block."""
+    """Size of a block in bytes."""
 
 
-#: Types that diffusers reads, by their numbers in a file.
+#: Tensor types that diffusers can read, by their type number in GGUF files.
 TENSOR_TYPES = {
     0: TensorType("F32", 1, 4),
     1: TensorType("F16", 1, 2),
@@ -50,7 +50,7 @@ TENSOR_TYPES = {
     23: TensorType("IQ4_XS", 256, 136),
     30: TensorType("BF16", 1, 2),
 }
-#: Types that the format has and diffusers does not read, for the refusal.
+#: Names of the tensor types that diffusers cannot read, by type number, for error messages.
 OTHER_TYPES = {
     **{9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S"},
     **{21: "IQ3_S", 22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"},
@@ -59,25 +59,25 @@ OTHER_TYPES = {
 
 
 class GgufTensor(NamedTuple):
-    """Entry of a tensor in the header of a file."""
+    """Type and shape of a tensor, from the header of a GGUF file."""
 
     type: TensorType
     shape: tuple[int, ...]
-    """Sizes in torch's order."""
+    """Sizes of the axes in torch's order, which is the reverse of the file's order."""
 
     @property
     def is_quantised(self) -> bool:
-        """Whether diffusers keeps its bytes, and dequantises them in each call; also of BF16."""
+        """Whether diffusers keeps the tensor's bytes, and dequantises them in each call."""
         return self.type.name not in ("F32", "F16")
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Sizes of the bytes, whose last axis holds whole blocks."""
+        """Shape of the tensor's bytes, in which the last axis counts the bytes of whole blocks."""
         return (*self.shape[:-1], self.shape[-1] // self.type.numbers * self.type.size)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in the file."""
+        """Size of the tensor in the file, in bytes."""
         return math.prod(self.byte_shape)
 
 
@@ -85,8 +85,8 @@ class GgufTensor(NamedTuple):
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-#: Limits of a header. For comparison, a file of Wan 2.2 A14B has 1095 tensors and a few dozen keys;
-#: those of language models hold vocabularies.
+#: Limits of the counts in a header. For comparison, a GGUF file of Wan 2.2 A14B has 1095 tensors
+#: and a few dozen metadata keys.
 MAX_TENSORS = 2**16
 _MAX_KEYS = 2**12
 _MAX_TEXT_BYTES = 2**16
@@ -94,13 +94,13 @@ _MAX_ELEMENTS = 2**20
 _MAX_DIMS = 8
 _MAX_ALIGNMENT = 2**16
 _ALIGNMENT_KEY = "general.alignment"
-#: Sizes in bytes of the types of values that have a fixed one, by their numbers in a file.
+#: Sizes in bytes of the metadata types with a fixed size, by type number.
 _VALUE_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UINT32, _TEXT, _ARRAY = 4, 8, 9
 
 
 class _Reader:
-    """A reader of a header, which never reads beyond the file's end."""
+    """Reader of a GGUF header, which raises ModelError instead of reading beyond the file's end."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -113,7 +113,7 @@ class _Reader:
         return data
 
     def number(self, size: int = 8) -> int:
-        """An unsigned integer of `size` bytes."""
+        """Read an unsigned integer of `size` bytes."""
         return int.from_bytes(self.take(size), "little")
 
     def bounded(self, what: str, limit: int, size: int = 8) -> int:
@@ -147,30 +147,30 @@ class _Reader:
 
 
 def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
-    """Read the header of a GGUF file, and check that the file holds all its tensors.
+    """Read the header of a GGUF file, and check that the file contains all tensors of the header.
 
     Args:
-        path: File.
+        path: Path of the file.
 
     Returns:
-        Type and shape of each tensor by its name in the file.
+        Type and shape of each tensor, by its name in the file.
 
     Raises:
-        ModelError: The file is not GGUF, damaged, truncated, or has a tensor of a type that
-            diffusers does not read.
+        ModelError: The file is not a GGUF file, is damaged or truncated, or has a tensor of a type
+            that diffusers cannot read.
         OSError: The file cannot be read.
     """
-    if not path.is_file():  # a pipe would never end
-        raise ModelError("it is not a regular file")
+    if not path.is_file():  # reading a pipe would never end
+        raise ModelError("the path is not a regular file")
     with path.open("rb") as file:
         reader = _Reader(file)
         if reader.size < len(_MAGIC) or reader.take(len(_MAGIC)) != _MAGIC:
-            raise ModelError("it is not a GGUF file: its first bytes are others", _DAMAGED)
+            raise ModelError("the file is not a GGUF file: it does not start with GGUF", _DAMAGED)
         version = reader.number(4)
         if version not in _VERSIONS:
             versions = " and ".join(map(str, _VERSIONS))
             raise ModelError(
-                f"its version is {version}: little-endian files of {versions} are read",
+                f"GGUF version {version} is not supported: little-endian files of {versions} are",
                 "download a newer file",
                 details={"version": version, "versions": list(_VERSIONS)},
             )
@@ -182,26 +182,26 @@ def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
     tensors: dict[str, GgufTensor] = {}
     for name, tensor, offset in entries:
         if name in tensors:
-            raise ModelError(f"the tensor {short_repr(name)} is there twice", _DAMAGED)
+            raise ModelError(f"the tensor {short_repr(name)} occurs twice", _DAMAGED)
         if begin + offset + tensor.num_bytes > size:
             raise ModelError(
-                f"the file is truncated: it ends before the tensor {short_repr(name)} does",
+                f"the file is truncated: it ends within the tensor {short_repr(name)}",
                 _DAMAGED,
                 details={"tensor": name, "file_bytes": size, "offset": begin + offset},
             )
         tensors[name] = tensor
     if not tensors:
-        raise ModelError("it has no tensors", _DAMAGED)
+        raise ModelError("the file has no tensors", _DAMAGED)
     return tensors
 
 
 def _skip_values(reader: _Reader, count: int) -> int:
-    """Read over the keys and their values; return the alignment of the tensors, in bytes."""
+    """Skip `count` metadata keys and their values; return the alignment of the tensors in bytes."""
     alignment, keys = 32, set()
     for _ in range(count):
         key, kind = reader.text("a key"), reader.number(4)
         if key in keys:
-            raise ModelError(f"the key {short_repr(key)} is there twice", _DAMAGED)
+            raise ModelError(f"the key {short_repr(key)} occurs twice", _DAMAGED)
         keys.add(key)
         if (key, kind) == (_ALIGNMENT_KEY, _UINT32):
             alignment = reader.bounded(_ALIGNMENT_KEY, _MAX_ALIGNMENT, 4)
@@ -217,7 +217,7 @@ def _skip_values(reader: _Reader, count: int) -> int:
 
 
 def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
-    """Return name, type, shape and offset in bytes of the next tensor."""
+    """Read the header's next tensor entry; return the name, type and shape, and offset in bytes."""
     name = reader.text("the name of a tensor")
     num_dims = reader.bounded(f"the number of axes of {short_repr(name)}", _MAX_DIMS, 4)
     dims = struct.unpack(f"<{num_dims}Q", reader.take(8 * num_dims))
@@ -241,7 +241,7 @@ def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
     return name, GgufTensor(kind, shape), offset
 
 
-_DAMAGED = "the file is damaged, or something else: download it again"
+_DAMAGED = "the file is damaged or not a GGUF file: download it again"
 
 
 # --- finding a file ------------------------------------------------------------------------------
@@ -249,20 +249,21 @@ _DAMAGED = "the file is damaged, or something else: download it again"
 
 @dataclass(frozen=True, kw_only=True)
 class DenoiserFile:
-    """A denoiser whose file has been found, and its header checked."""
+    """GGUF denoiser whose file has been found and whose header has been checked."""
 
     denoiser: Denoiser
-    """Denoiser with the file's hash, and its absolute path or its commit on the hub."""
+    """Requested denoiser, completed with the file's SHA-256 and absolute path (or commit on the
+    hub)."""
     path: Path
 
     @property
     def part(self) -> str:
-        """Name of the component whose place it takes."""
+        """Name of the checkpoint's component that the file replaces."""
         return self.denoiser.part
 
     @property
     def identity(self) -> str:
-        """Text that is equal for equal effects, wherever the file is."""
+        """Text from hash and component, equal for files with equal content in any location."""
         assert self.denoiser.sha256 is not None
         return f"{self.denoiser.sha256[:16]}:{self.part}"
 
@@ -273,16 +274,16 @@ class DenoiserFile:
 
 
 def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
-    """Check that a model can load its denoisers, before any file is looked for.
+    """Check that a model can load the requested GGUF denoisers, without looking at the files.
 
     Args:
-        model: Model with the denoisers that are asked for.
-        checkpoint: Its checkpoint, without weights.
+        model: Model with the requested denoisers.
+        checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: diffusers loads no GGUF files of the family, the package gguf is not
-            installed, an expert is missing, superfluous or named twice, or an environment variable
-            would have code of the hub run.
+        RequestError: diffusers loads no GGUF files for the family, the package gguf is not
+            installed, a file names no expert, a needless expert or the expert of another file, or
+            an environment variable would make diffusers run code from the hub.
     """
     if not model.denoisers:
         return
@@ -302,23 +303,24 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
     check_experts(model.denoisers, checkpoint)
     parts = [denoiser.part for denoiser in model.denoisers]
     if len(parts) > len(set(parts)):
-        raise RequestError("`denoisers` names two files for one denoiser", "name one")
+        hint = "name one file for each denoiser"
+        raise RequestError("`denoisers` names two files for one denoiser", hint)
 
 
-#: Environment variable by which diffusers' GGUF layers load `Isotr0py/ggml` from the hub.
+#: Environment variable that makes diffusers' GGUF layers load the code `Isotr0py/ggml` from the
+#: hub.
 _KERNELS_VARIABLE = "DIFFUSERS_GGUF_CUDA_KERNELS"
 
 
 def find_denoisers(model: ModelConfig, *, are_hashed: bool = True) -> tuple[DenoiserFile, ...]:
-    """Find the files of a model's denoisers, and download those that are on the hub.
+    """Find the GGUF files of a model's denoisers; files on the hub are downloaded.
 
     Args:
-        model: Model with the denoisers that are asked for.
-        are_hashed: Whether the whole files are read, for their hashes.
+        model: Model with the requested denoisers.
+        are_hashed: Whether the SHA-256 of each whole file is computed.
 
     Raises:
-        ModelError: There is no such file, it is damaged, or its hash is not the one that is asked
-            for.
+        ModelError: A file does not exist or is damaged, or its SHA-256 is not the requested one.
     """
     files = []
     for denoiser in model.denoisers:

@@ -1,8 +1,8 @@
-"""SHA-256 of whole files, each taken once and kept until the file changes; knows no torch.
+"""SHA-256 of whole files, with a cache; imports no torch.
 
-A hash of 100 GB takes minutes, so results are kept in this process and, for later ones, in
-`~/.cache/svdpp/sha256.json` (below `XDG_CACHE_HOME` if that is set). A result holds for one size,
-inode, modification time and change time. The kernel sets the change time; `touch` cannot.
+Hashing 100 GB takes minutes, so hashes are cached in memory and in `~/.cache/svdpp/sha256.json` (or
+below `XDG_CACHE_HOME`). A cached hash is used only if size, inode, modification time and change
+time of the file are the same. Programs such as `touch` cannot set the change time.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-#: A file that changed this recently may change again without another time, so no result is kept.
+#: Seconds since the last change of a file, below which the hash is not cached: the file may change
+#: again without a new time stamp.
 SETTLED_SECONDS = 2.0
 _THREADS = 4
 _MAX_ENTRIES = 10_000
 _MAX_CACHE_BYTES = 2**24
 
 _lock = threading.Lock()
-#: State and hash of each file, by its absolute path. None: the file of the cache has not been read.
+#: State (size, inode, times) and SHA-256 of each file, by absolute path. None: the cache file has
+#: not been read yet.
 _known: dict[str, tuple[list[int], str]] | None = None
 
 
 def hash_files(paths: Iterable[Path]) -> dict[Path, str]:
-    """Return the SHA-256 of each whole file, in hex; files that have changed are read in parallel.
+    """Return the SHA-256 of each file, in hex. Files without a cached hash are read in parallel.
 
     Args:
-        paths: Files of any size; links are followed.
+        paths: Paths of files of any size; symbolic links are followed.
 
     Raises:
         OSError: A file cannot be read.
@@ -44,10 +46,10 @@ def hash_files(paths: Iterable[Path]) -> dict[Path, str]:
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a whole file, in hex; it is read if it is new or has changed.
+    """Return the SHA-256 of a whole file, in hex, from the cache if the file has not changed.
 
     Args:
-        path: File; links are followed.
+        path: Path of the file; symbolic links are followed.
 
     Raises:
         OSError: The file cannot be read.
@@ -62,7 +64,8 @@ def file_sha256(path: Path) -> str:
     if _state(path) == state and _is_settled(state):
         with _lock:
             entries = _entries()
-            entries.pop(key, None)  # to the end: the oldest are dropped first
+            # Moves the entry to the end, because the first entries are dropped first.
+            entries.pop(key, None)
             entries[key] = state, digest
             _write(entries)
     return digest
@@ -86,7 +89,7 @@ def _entries() -> dict[str, tuple[list[int], str]]:
     global _known
     if _known is None:
         _known = {}
-        # A cache that is missing, or that is not as `_write` leaves it, is as good as an empty one.
+        # A missing or damaged cache file counts as an empty cache.
         with suppress(OSError, ValueError, TypeError, AttributeError):
             with _cache_path().open("rb") as file:
                 content = json.loads(file.read(_MAX_CACHE_BYTES))
@@ -97,11 +100,11 @@ def _entries() -> dict[str, tuple[list[int], str]]:
 
 
 def _write(entries: dict[str, tuple[list[int], str]]) -> None:
-    """Replace the file of the cache; other processes may do the same, and the last one stays."""
+    """Replace the cache file. If several processes replace it, the entries of the last one stay."""
     for key in list(entries)[:-_MAX_ENTRIES]:
         del entries[key]
     path = _cache_path()
-    with suppress(OSError):  # a home that is full or read-only costs time, and nothing else
+    with suppress(OSError):  # without a cache file, hashes are only slower
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".sha256-")
         try:

@@ -1,4 +1,4 @@
-"""Sizes of clips from an image, for models that crop it to one of a few shapes."""
+"""Check of the clip size for models that crop the input image to one of a few sizes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from svdpp.config.limits import require
 
 
 def check_image_size(target: int, unit: int, height: int, width: int) -> None:
-    """Check that the model makes clips of this size from an image.
+    """Check that HunyuanVideo-1.5 makes clips of the given size from an image.
 
     Args:
         target: Side of a square clip, in pixels.
-        unit: Pixels of which height and width are multiples.
-        height: Height of the clip.
-        width: Width of the clip.
+        unit: Number of pixels of which height and width are multiples.
+        height: Height of the clip in pixels.
+        width: Width of the clip in pixels.
 
     Raises:
         RequestError: The model does not make clips of this size; the hint names the nearest size.
     """
-    from diffusers.pipelines.hunyuan_video1_5 import image_processor  # seconds
+    from diffusers.pipelines.hunyuan_video1_5 import image_processor  # this import takes seconds
 
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
-    kept = (  # the pipeline rounds some of its own to others
+    kept = (  # the pipeline rounds some sizes of its own list to other sizes
         size
         for size in image_processor.generate_crop_size_list(target, unit)
         if processor.calculate_default_height_width(*size, target) == size

@@ -1,6 +1,7 @@
-"""Files of LoRAs, found, hashed and checked before any rank starts; imports no torch.
+"""Search for LoRA files, and checks of their tensors before any rank starts; imports no torch.
 
-Each tensor of a file is either loaded by the ranks, or named here: refused, or listed as ignored.
+No tensor of a file is dropped silently: ranks load it, the file is refused, or the tensor is
+counted as ignored.
 """
 
 from __future__ import annotations
@@ -20,71 +21,74 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.added_files import check_experts, find_file
 from svdpp.models.files import display_name, read_safetensors_header, short_repr
 
-# Name of the file that diffusers writes; the default for a folder or a repository.
+# File name that diffusers gives to LoRAs, used if only a folder or a repository is named.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
-#: LoRAs of clips that a rank keeps for each of its denoisers, loaded but not active. Few, because
-#: each may take as much memory as 1 to 5 % of the denoiser; more than two, because requests of
-#: several users alternate. An inactive LoRA costs no time in a step, and changes no bit.
+#: Number of LoRAs of earlier clips that a rank keeps loaded for each denoiser. The number is small,
+#: because a LoRA takes 1 to 5 % of the denoiser's memory, and above two, because requests of
+#: several users alternate. A loaded LoRA that is not active does not slow down steps and changes no
+#: bits.
 CLIP_LORAS_KEPT = 4
 
-#: Name of the metadata in a file with the configuration of the adapter, as diffusers writes it.
+#: Key of the metadata of a safetensors file under which diffusers writes the adapter's config.
 _ADAPTER_CONFIG = "lora_adapter_metadata"
 
-# --- which tensors of a file are used ------------------------------------------------------------
+# --- use of the tensors in a LoRA file -----------------------------------------------------------
 #
-#   name of a tensor in the file                      what becomes of it
-#   blocks.0.self_attn.q.lora_A.weight, ...           loaded, by diffusers, under another name
-#   blocks.0.self_attn.q.dora_scale                   the file is refused: diffusers would drop it
+#   tensor in the file                                use
+#   blocks.0.self_attn.q.lora_A.weight, ...           loaded; diffusers renames it
+#   blocks.0.self_attn.q.dora_scale                   the file is refused: diffusers ignores these
 #   blocks.0.cross_attn.k_img.lora_A.weight           ignored by a model without image encoder
-#   text_encoder.layers.0.q_proj.lora_A.weight        ignored: the pipelines load the denoiser's
-#   blocks.0.norm3.diff                               ignored: diffusers does not load it
-#   any other that the loaded model does not hold     the file is refused, by the rank that loads it
+#   text_encoder.layers.0.q_proj.lora_A.weight        ignored: only denoisers get LoRAs
+#   blocks.0.norm3.diff                               ignored: diffusers does not load such tensors
+#   any other tensor that fits no weight              the file is refused by the rank that loads it
 
-#: Kinds of adapters that are more than the product of two matrices.
+#: Tensor names of adapters that are not plain LoRAs (products of two matrices), such as DoRA.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
-#: Parts that a model may lack, by what tells them from others in the name of a tensor.
+#: Tensor names of parts that a model may lack: text encoders, and layers for an image embedding.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Changes of norms, and of a bias without its weight, which diffusers removes from files of Wan
-#: (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Tensor names of changes to normalisation layers, and to a bias without the weight. diffusers
+#: removes both from LoRAs for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
 _TIME_PROJECTION = re.compile(r"time_projection")
-#: The two factors of a change, as different programs name them.
+#: Names of the two factors (down, up) of a weight change, in the formats of different programs.
 _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """A LoRA whose file has been found and checked."""
+    """LoRA whose file has been found and checked."""
 
     lora: Lora
-    """LoRA with the file's hash, and its absolute path or its commit on the hub."""
+    """Requested LoRA, completed with the file's SHA-256 and absolute path (or commit on the
+    hub)."""
     path: Path
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Number of tensors that the model has no place for, by the part that they are for."""
+    """Number of the file's tensors that fit no weight of the model and are ignored, by model
+    part."""
 
     def with_weight(self, weight: float) -> LoraFile:
-        """Return the same LoRA with another weight."""
+        """Return a copy of this LoRA with another weight."""
         return replace(self, lora=replace(self.lora, weight=weight))
 
     @property
     def part(self) -> str:
-        """Name of the denoiser that it changes."""
+        """Component name of the denoiser that the LoRA changes."""
         return self.lora.part
 
     @property
     def identity(self) -> str:
-        """Text that is equal for equal effects, wherever the file is."""
+        """Text of hash, weight and denoiser, which is equal for LoRAs with equal effects."""
         assert self.lora.sha256 is not None
         weight = f"{self.lora.weight:g}"
         if float(weight) != self.lora.weight:
-            weight = repr(self.lora.weight)  # `g` has six digits
+            weight = repr(self.lora.weight)  # `g` rounds to six digits
         return f"{self.lora.sha256[:16]}:{weight}:{self.part}"
 
     @property
     def remark(self) -> str:
-        """A sentence about the tensors that are ignored; empty if there are none."""
+        """Sentence about the ignored tensors of the file; empty if no tensor is ignored."""
         if not self.ignored:
             return ""
         parts = ", ".join(f"{part} ({count})" for part, count in self.ignored.items())
@@ -96,12 +100,13 @@ class LoraFile:
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return the part that a tensor of a LoRA is for, if the model does not have it.
+    """Return the model part that a LoRA's tensor changes, if the tensor must be ignored; else None.
 
     Args:
-        key: name of the tensor in the file.
-        checkpoint: checked checkpoint.
-        has_time_weight: whether the file has a weight, not only a bias, of Wan's time projection.
+        key: Name of the tensor in the file.
+        checkpoint: Checked checkpoint.
+        has_time_weight: Whether the file changes the weight of Wan's time projection, and not only
+            the bias.
     """
     if _TEXT_ENCODER.search(key):
         return "adapter of a text encoder"
@@ -117,10 +122,10 @@ def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str
 
 
 def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
-    """Return the tensors of a LoRA's file that the model has no place for, with their parts.
+    """Return the tensors of a LoRA file that are ignored: model part by tensor name.
 
     Raises:
-        ModelError: the file cannot be read.
+        ModelError: The file cannot be read.
     """
     names = read_safetensors_header(path)[1]
     has_weight = any(_TIME_PROJECTION.search(each) and each.endswith(".weight") for each in names)
@@ -129,15 +134,15 @@ def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
 
 
 def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
-    """Check that a LoRA's file holds whole pairs of factors and nothing that diffusers drops.
+    """Check that a LoRA file has complete pairs of factors, and tensors that diffusers loads.
 
     Returns:
-        The number of tensors that the model has no place for, by their parts.
+        Number of ignored tensors, by model part.
 
     Raises:
-        ModelError: a tensor is of another kind of adapter, misses its other factor, or has a shape
-            that does not fit the other factor's; or all are for parts that the model does not have;
-            or the file asks for dropout.
+        ModelError: The file has a tensor of another kind of adapter, a factor without the second
+            factor, or two factors with shapes that do not fit. Or all tensors are for parts that
+            the model lacks, or the adapter's config sets dropout.
     """
     header, entries = read_safetensors_header(path)
     _check_dropout(json.loads(header).get("__metadata__", {}))
@@ -152,28 +157,28 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
             )
         _check_pair(name, entries)
     if entries.keys() <= ignored.keys():
-        raise ModelError("none of its tensors is for a part that the model has")
+        raise ModelError("no tensor in the file is for a part that the model has")
     return dict(Counter(ignored.values()))
 
 
 def _check_dropout(metadata: Mapping[str, str]) -> None:
-    """Raise ModelError if diffusers would set random values of the adapter to zero at each step.
+    """Raise ModelError if the adapter's config sets dropout.
 
-    Scripts of training write the configuration of the adapter into the file. diffusers applies its
-    dropout when a clip is made as well, so no two clips would be equal.
+    Training scripts write the adapter's config into the file. diffusers would apply the dropout at
+    inference too, and clips would not be reproducible.
     """
     try:
         config = json.loads(metadata.get(_ADAPTER_CONFIG, "{}"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"its {_ADAPTER_CONFIG} is not JSON") from error
+        raise ModelError(f"the metadata {_ADAPTER_CONFIG} is not JSON") from error
     if not isinstance(config, dict):
-        raise ModelError(f"its {_ADAPTER_CONFIG} is not a JSON object")
+        raise ModelError(f"the metadata {_ADAPTER_CONFIG} is not a JSON object")
     for name, value in config.items():
         if name.rpartition(".")[2] == "lora_dropout" and value:
             raise ModelError(
-                f"its metadata set {short_repr(name)} to {short_repr(value)}: diffusers would drop "
-                "random values in each step, and no two clips would be equal",
-                f"set it to 0 in the file's {_ADAPTER_CONFIG}, or remove that",
+                f"the metadata set {short_repr(name)} to {short_repr(value)}: diffusers would drop "
+                "random values in each step, and clips would not be reproducible",
+                f"set the dropout to 0 in the file's metadata {_ADAPTER_CONFIG}",
                 details={"name": name, "value": value},
             )
 
@@ -191,7 +196,8 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
                     details={"missing": partner, "tensor": name},
                 )
             first, second = (name, partner) if own == down else (partner, name)
-            if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:  # the rank
+            # The two sizes are the LoRA's rank.
+            if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:
                 raise ModelError(
                     f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit: "
                     f"{entries[name]['shape']} and {entries[partner]['shape']}",
@@ -209,15 +215,15 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
 
 
 def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
-    """Check that a model can load LoRAs, before any file is looked for.
+    """Check that a model can load the requested LoRAs, without looking at the files.
 
     Args:
-        loras: LoRAs that are asked for.
-        checkpoint: checkpoint of the model, without weights.
+        loras: Requested LoRAs.
+        checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: the family loads no LoRAs, peft is not installed, or the expert of a LoRA is
-            missing or superfluous.
+        RequestError: The family loads no LoRAs, peft is not installed, or a LoRA names no expert
+            although the model has two, or an expert although the model has one denoiser.
     """
     if not loras:
         return
@@ -231,7 +237,7 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return a LoRA for each safetensors file of a folder, and with two experts for each expert.
+    """Return one LoRA for each safetensors file of a folder; one for each expert if there are two.
 
     Args:
         folder: Folder, whose subfolders are not searched.
@@ -242,7 +248,7 @@ def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
     """
     names = sorted(map(str, folder.glob("*.safetensors"))) if folder.is_dir() else []
     if not names:
-        what = "has no *.safetensors files" if folder.is_dir() else "is no folder"
+        what = "has no *.safetensors files" if folder.is_dir() else "is not a folder"
         raise RequestError(
             f"`lora_dir` {display_name(str(folder))} {what}",
             "put the LoRAs that requests may name into it",
@@ -252,26 +258,26 @@ def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
 
 
 def lora_stem(lora: Lora) -> str:
-    """Return the name of a LoRA's file without folder and suffix, by which requests name it."""
+    """Return the file name of a LoRA without folder and suffix, which HTTP requests use."""
     return Path(lora.name).stem
 
 
 def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> LoraFile:
-    """Find the file of a LoRA, and download it if it is on the hub.
+    """Find the file of a LoRA, download it if it is on the hub, and check it.
 
     Args:
-        lora: LoRA as it is asked for.
-        local_files_only: whether nothing is downloaded.
-        checkpoint: checked checkpoint whose parts the file's tensors are compared with; None: only
-            the file itself is checked.
+        lora: Requested LoRA.
+        local_files_only: Whether only files on this machine are used.
+        checkpoint: Checked checkpoint whose parts the file's tensors must match. None: only the
+            format of the file is checked.
 
     Raises:
-        ModelError: there is no such file, it is damaged, its hash is not the one that is asked for,
-            or its tensors are not those of a LoRA.
+        ModelError: The file does not exist or is damaged, its SHA-256 is not the requested one, or
+            its tensors are not those of a LoRA.
     """
 
     def check(path: Path) -> dict[str, int]:
-        read_safetensors_header(path)  # finds a damaged file before any rank starts
+        read_safetensors_header(path)  # raises for a damaged file before any rank starts
         return {} if checkpoint is None else check_tensors(path, checkpoint)
 
     found, path, ignored = find_file(
@@ -281,12 +287,13 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Return the bytes of a denoiser's LoRA files; of two experts, those of the one with more.
+    """Return the largest size in bytes of the LoRA files that a rank keeps loaded for one denoiser.
 
-    They are the files of the model, and the largest ones of clips, as many as a rank keeps.
+    These are all LoRAs of the model, and the largest LoRAs of clips, up to `CLIP_LORAS_KEPT`. With
+    two experts, the larger sum of the two is returned.
 
     Raises:
-        ModelError: a file is missing or damaged.
+        ModelError: A file is missing or damaged.
     """
 
     def sizes(loras: Iterable[Lora], part: str) -> list[int]:

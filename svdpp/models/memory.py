@@ -1,10 +1,10 @@
-"""Estimate of a model's memory and count of its FLOPs, from its configs, without weights.
+"""Estimate of a model's memory and FLOPs from the configs of a checkpoint, without weights.
 
-A rank's real encode, steps and decode are run. Components are made of fake tensors, which have a
-shape but no data, and run on fake tensors; the pipeline gets zeros in the shapes of their results.
-Meanwhile the storages that are created and freed are counted, or the FLOPs of the operations.
-Temporary memory of kernels is counted only for CPU convolutions, for which torch tells which kernel
-it chooses.
+The real code of encode, steps and decode runs, with components made of fake tensors, which have a
+shape but no data. The pipeline itself gets zeros in the shapes of the components' results.
+Meanwhile the bytes of created and freed storages, or the FLOPs of operations, are counted.
+Temporary memory of kernels is counted only for CPU convolutions, because only for them torch tells
+which kernel runs.
 """
 
 from __future__ import annotations
@@ -51,23 +51,24 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of each part of a model. This takes seconds on one CPU core.
+    """Estimate the memory of encode, steps and decode of a model, in seconds on one CPU core.
 
-    No state that threads of the process share is changed, so that others may compute meanwhile.
+    The estimate changes no state that threads share, so other threads can compute meanwhile.
 
     Args:
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
-        num_threads: Intra-op threads of a CPU rank, on which the choice of kernels depends.
+        num_threads: Number of intra-op threads of a rank on a CPU, on which the choice of kernels
+            depends.
 
     Returns:
-        Bytes of weights and peak bytes of activations, for each part.
+        Bytes of weights and peak bytes of activations, for encode, steps and decode.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
-        ModelError: A component cannot be made from its config.
+        ModelError: A component cannot be created from its config.
     """
     workspace_threads = num_threads if device == "cpu" else None
     with _size_errors(model, sampling):
@@ -80,10 +81,10 @@ def estimate(
 
 @contextmanager
 def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]:
-    """Turn errors of a model's code into a `RequestError` about the clip's size."""
+    """Turn errors that diffusers' code raises in the block into a `RequestError` about the size."""
     try:
         yield
-    except SvdppError:  # many of these are RuntimeErrors or ValueErrors too
+    except SvdppError:  # most types of SvdppError are RuntimeErrors or ValueErrors too
         raise
     except (IndexError, RuntimeError, ValueError) as error:
         # For example, the model's table of positions is too short.
@@ -101,11 +102,11 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
 
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
-    """Count the FLOPs of one clip's encode, of one step, and of its decode. This takes seconds.
+    """Count the FLOPs of a clip's encode, of one step, and of the decode, in seconds.
 
-    torch's formulas are applied to the operations of the model's real calls on fake tensors: 2 for
-    each multiply-add of a matrix product, convolution or attention, 0 for all else. As in
-    `estimate`, other threads may compute meanwhile.
+    The model's real code runs on fake tensors, and torch's formulas give the FLOPs of each
+    operation: 2 for each multiply-add of a matrix product, convolution or attention, 0 for all
+    other operations. As in `estimate`, other threads can compute meanwhile.
 
     Args:
         checkpoint: Checked checkpoint; only its configs are read.
@@ -131,15 +132,14 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: Formula for torch's counter, which has formulas only for the attention kernels of GPUs.
+#: FLOP formula of the CPU's attention kernel; torch has formulas only for the kernels of GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counter of FLOPs by torch's formulas.
+    """Counter of FLOPs with the formulas of torch's `FlopCounterMode`.
 
-    torch's own `FlopCounterMode` cannot be used: it registers global hooks of modules, which also
-    run in other threads.
+    `FlopCounterMode` itself registers global module hooks, which would also run in other threads.
     """
 
     def __init__(self) -> None:
@@ -164,12 +164,12 @@ class _FlopCounter(TorchDispatchMode):
 class _ConstructionMode(TorchFunctionMode):
     """Default dtype of this thread only, for the construction of modules from fake tensors.
 
-    `torch.set_default_dtype` would change that of all threads. Instead, a result in the process's
-    default dtype is converted, unless the call names a dtype or an argument has that dtype: these
-    are new tensors, and quotients of integers.
+    `torch.set_default_dtype` would change the default dtype of all threads. Instead, this mode
+    converts results in torch's default dtype, unless the call names a dtype or an argument already
+    has the default dtype. So it converts new tensors, and quotients of integers.
 
-    A condition on weights, which have no data, counts as false. Such conditions in constructors
-    only decide whether initial weights are drawn again.
+    A condition on the values of fake weights, which have no data, counts as false. Constructors
+    have such conditions only to decide whether initial weights are drawn again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -203,10 +203,13 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
 
 
 def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
-    """Check that a component's config describes the shapes of its weights, or raise ModelError.
+    """Check that a component's config describes the shapes of the weight files.
 
-    Without this check an operation would fail as if the clip's size were wrong. Weights that have
+    Without this check, an operation would fail as if the clip's size were wrong. Weights that have
     not been downloaded, or that the library renames, are not compared.
+
+    Raises:
+        ModelError: A weight in a file has another shape than the config describes.
     """
     try:
         paths = checkpoint.weight_files(part)
@@ -218,8 +221,8 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
             if (expected := shapes.get(name, entry["shape"])) != entry["shape"]:
                 raise ModelError(
                     f"{part}/config.json does not describe the weights: {name} has the shape "
-                    f"{entry['shape']} in {path.name}, and {expected} by the config",
-                    "download the checkpoint again, the config too: a key of it may be missing",
+                    f"{entry['shape']} in {path.name}, but the config says {expected}",
+                    "download the checkpoint again: a key of the config may be missing",
                     details={
                         "component": part,
                         "tensor": name,
@@ -230,10 +233,10 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 
 
 class _FakeModel:
-    """Model of components whose weights are fake tensors.
+    """Model whose components have fake tensors as weights.
 
-    Meta tensors would not do: unlike fake tensors they do not choose kernels as CPU tensors do.
-    This matters for attention, whose CPU kernel never stores the whole matrix.
+    Meta tensors cannot replace fake tensors, because operations on meta tensors do not choose the
+    CPU's kernels. This matters for attention, whose CPU kernel never stores the whole matrix.
     """
 
     def __init__(
@@ -252,10 +255,11 @@ class _FakeModel:
         self._tracker = MemoryTracker((), workspace_threads)
         self._inside = False
         self.flops = 0
-        """FLOPs of the last part that was measured; 0 if they are not counted."""
+        """FLOPs of the last encode, steps or decode that was measured; 0 if FLOPs are not
+        counted."""
         self._counts_flops = counts_flops
-        # Peak, FLOPs and result by call: equal calls, such as both branches of the guidance, run
-        # once.
+        # Peak bytes, FLOPs and result of each call of a component, by method and input shapes.
+        # Equal calls, such as both branches of the guidance, run once.
         self._known: dict[Any, tuple[int, int, Any]] = {}
         parts = {}
         self._files = {file.part: file for file in find_denoisers(model, are_hashed=False)}
@@ -281,10 +285,10 @@ class _FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of measured steps: the second holds more than the first.
+        """Number of steps to measure: two, as the second needs more memory than the first.
 
-        All of them if the experts differ, as one of them may have quantised layers, and for modular
-        pipelines, whose decode needs the packet after the last step.
+        All steps are measured if two experts run them and one expert may have quantised layers, and
+        for modular pipelines, whose decode needs the packet after the last step.
         """
         steps = self._sampling.num_inference_steps
         differ = bool(self._files) and self._checkpoint.num_experts == 2
@@ -301,7 +305,7 @@ class _FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Return the packet after `num_steps`, their memory, and the larger expert's weights."""
+        """Return the packet after `num_steps` steps, and the memory, with the larger expert."""
         roles = Roles(encode=False, denoise=True, decode=False)
         steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
         result, memory = self._measured(roles, packet, steps)
@@ -319,7 +323,8 @@ class _FakeModel:
             module = load.build_module(cls, self._checkpoint.folder / part)
         kept = set(load.fp32_parameters(module, dtype))
         with self._fake:
-            for name, parameter in module.named_parameters():  # constructors make some in float32
+            # Constructors create some parameters in float32.
+            for name, parameter in module.named_parameters():
                 parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         return module.eval()
 
@@ -341,7 +346,7 @@ class _FakeModel:
         self.flops = 0
         with ExitStack() as patches:
             for part, module in self._modules.items():
-                # `update_wrapper` keeps the signature, which pipelines inspect.
+                # `update_wrapper` keeps the signatures of methods, which pipelines inspect.
                 methods = {
                     name: update_wrapper(partial(self._call, part, method), method)
                     for name, method in component_methods(module).items()
@@ -353,7 +358,7 @@ class _FakeModel:
         return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a component's method on fake tensors, and return zeros in the shape of its result."""
+        """Run a component's method on fake tensors, and return zeros in the shape of the result."""
         if self._inside:
             return real(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -367,7 +372,7 @@ class _FakeModel:
         return tree_map(partial(_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Return peak and FLOPs of a call on fake tensors, and its result on the meta device."""
+        """Return peak bytes, FLOPs, and result (on the meta device) of a call on fake tensors."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
@@ -376,8 +381,8 @@ class _FakeModel:
                 counter = _FlopCounter()
                 if self._counts_flops:
                     modes.enter_context(counter)
-                # The tracker is entered after the fake mode, so that it does not see the temporary
-                # tensors by which fake kernels derive shapes.
+                # The tracker is entered after the fake mode, so that the tracker does not see the
+                # temporary tensors from which fake kernels derive shapes.
                 with MemoryTracker(known, self._workspace_threads) as tracker:
                     result = real(*args, **kwargs)
                 return (
@@ -389,7 +394,7 @@ class _FakeModel:
             self._inside = False
 
     def _cast(self, weights: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
-        """Replace `module.to`, which cannot swap fake weights."""
+        """Convert the dtype of fake weights, in place of `module.to`, which cannot do this."""
         with self._fake, self._tracker:
             for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
@@ -397,22 +402,21 @@ class _FakeModel:
 
 
 def _on(device: str, value: Any) -> Any:
-    """Return zeros for a tensor, plain values as they are, and None for other objects."""
+    """Return zeros for a tensor, a plain value unchanged, and None for any other object."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of the bytes of tensors, real or fake: `known` ones, and those its block creates.
+    """Tracker of the bytes of all tensors (real or fake) that exist during its block.
 
-    `current` is the sum of the storages in bytes, and `peak` the highest sum so far. An estimate
-    uses fake tensors, which have no data.
+    `current` is the sum of all storages in bytes, and `peak` the highest sum so far.
 
     Args:
         known: Tensors that exist before the block.
-        workspace_threads: Intra-op threads of a CPU rank, for the temporary bytes of convolutions.
-            None: temporary bytes are not counted.
+        workspace_threads: Number of intra-op threads of a rank on a CPU, for the temporary bytes of
+            convolutions. None: temporary bytes are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:
@@ -426,7 +430,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_above_start(self) -> int:
-        """Peak bytes above those of the tensors that existed before."""
+        """Peak bytes minus the bytes of the tensors that existed before the block."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -445,7 +449,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor until it is freed."""
+        """Count the storage of a tensor until the storage is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:
@@ -460,8 +464,8 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
 
 
-# Fake tensors have no data. Where a result depends on data, the largest possible one is assumed:
-# all elements are selected, a condition is true, and a length exceeds that of any tensor.
+# Fake tensors have no data. Where a result depends on data, the largest possible result is assumed:
+# a mask selects all elements, a condition is true, and a length exceeds the length of any tensor.
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -507,13 +511,13 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
 def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
-    `_select_conv_backend` assumes the threads of this process. Their number matters if height and
-    width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp): with one thread torch
-    does not use oneDNN then, unless there are 16 images or more, a stride, or a dilation.
+    `torch._C._select_conv_backend` answers for the number of threads of this process. The number
+    matters if height and width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp):
+    with one thread, torch then uses oneDNN only for 16 or more images, a stride, or a dilation.
 
     Args:
         args: Arguments of `aten.convolution`.
-        num_threads: Threads of the process that will run it.
+        num_threads: Number of intra-op threads of the process that will run the convolution.
     """
     tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
     depends_on_threads = (
@@ -524,8 +528,8 @@ def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     if depends_on_threads and num_threads == 1:
         return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
     if depends_on_threads:
-        # Select as for several threads: a dilation makes torch use oneDNN, and changes nothing else
-        # for a weight that is 1 wide.
+        # With a dilation, torch selects the same kernel as for several threads, even if this
+        # process has one thread. A weight of width 1 has the same result with any dilation.
         dilation = [*dilation[:-1], 2]
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)

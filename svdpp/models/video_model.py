@@ -1,4 +1,4 @@
-"""Model of a rank, real or dummy."""
+"""`VideoModel`: type of a rank's model, real or dummy."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ if TYPE_CHECKING:  # importing diffusers takes seconds, and the dummy model does
     from svdpp.models.dummy import DummyModel
     from svdpp.models.engine.model import EngineModel
 
-#: The model of one rank: the components that its actions need, on its device.
+#: Model of one rank, with the components for the rank's roles, on the rank's device.
 VideoModel: TypeAlias = "EngineModel | DummyModel"

@@ -1,4 +1,4 @@
-"""Actions of ranks, routes of clips, and the schedule: the list of actions of each rank."""
+"""Actions of ranks, routes of clips through the ranks, and schedules (an action list per rank)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,25 @@ from svdpp.plan.split import StepRange
 class Kind(StrEnum):
     """Kind of an action."""
 
-    ENCODE = "ENCODE"  # read the clip's image, encode it, draw its noise: the latent before step 0
-    LOAD_CHECKPOINT = "LOAD_CHECKPOINT"  # read the latent that an earlier run kept at `start`
-    RECV = "RECV"  # post the receive of the packet; the action that uses the latent waits for it
+    ENCODE = "ENCODE"  # encode the clip's image and prompt, and draw the initial latent
+    LOAD_CHECKPOINT = (
+        "LOAD_CHECKPOINT"  # read the latent checkpoint that an earlier run wrote after step `start`
+    )
+    RECV = (
+        "RECV"  # post the receive of the clip's packet; the clip's next action waits for the packet
+    )
     DENOISE = "DENOISE"  # run steps `start` to `end` (exclusive) of the clip
-    SHARE = "SHARE"  # send the clip's packet to `peer`, the other rank of the pair, and go on
+    SHARE = "SHARE"  # send the clip's packet to `peer`, and keep the clip for the next action
     SEND = "SEND"  # send the clip's packet to `peer` in the background
-    FREE = "FREE"  # free the clip: the other rank of the pair has its latent and finishes it
-    DECODE = "DECODE"  # turn the final latent, or the part that `frames` names, into frames
-    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames to `peer`, then free the clip
-    RECV_FRAMES = "RECV_FRAMES"  # wait for the frames that `peer` decodes
-    FINISH = "FINISH"  # hash the result, write it in the background, report the clip as finished
+    FREE = "FREE"  # free the clip's memory; the first rank of the pair finishes the clip
+    DECODE = "DECODE"  # decode the final latent, or the range `frames` of it, to frames
+    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames to `peer`, then free the clip's memory
+    RECV_FRAMES = "RECV_FRAMES"  # wait for the frames that `peer` has decoded
+    FINISH = "FINISH"  # hash the frames, write the clip in the background, report it as finished
 
 
 class FrameRange(NamedTuple):
-    """Range of a clip's frames: `first` to `end` (exclusive), of `total`."""
+    """Range of a clip's frames: `first` to `end` (exclusive), out of `total` frames."""
 
     first: int
     end: int
@@ -38,26 +42,27 @@ class FrameRange(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Fraction of the clip's frames, 0 to 1."""
+        """Number of frames in the range as a fraction of all frames, 0 to 1."""
         return (self.end - self.first) / self.total
 
 
 class Action(NamedTuple):
-    """Work of a rank for one clip: an entry of its action list."""
+    """Work of one rank for one clip; an entry of the rank's action list."""
 
     kind: Kind
     clip: int
     """Index of the clip in the pipeline, from 0."""
     start: int
-    """Number of the clip's steps that are done before the action."""
+    """Number of finished steps of the clip before the action."""
     end: int
-    """Number of the clip's steps that are done after the action; equal to `start` except for a
-    DENOISE."""
+    """Number of finished steps of the clip after the action. Only for a DENOISE does it differ from
+    `start`."""
     peer: int = -1
-    """Other rank of a transfer, or for a DENOISE the other rank of the pair; -1: none."""
+    """Rank at the other end of a transfer; for a DENOISE, the second rank of a pair. -1: no other
+    rank takes part."""
     frames: FrameRange | None = None
-    """Frames that the action decodes or transfers, or for whose decode it sends the latent; None:
-    all."""
+    """Frames that the action decodes or transfers. For the transfer of a latent, frames that the
+    receiver will decode. None: all frames."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -70,20 +75,20 @@ class Action(NamedTuple):
     def at(
         kind: Kind, clip: int, step: int, peer: int = -1, frames: FrameRange | None = None
     ) -> Action:
-        """Return an action that does no steps.
+        """Return an action that runs no denoising steps.
 
         Args:
             kind: Any kind but DENOISE.
             clip: Index of the clip.
-            step: Number of the clip's steps that are done.
-            peer: Other rank of a transfer; -1: none.
-            frames: Frames that the action decodes or transfers; None: all.
+            step: Number of finished steps of the clip.
+            peer: Rank at the other end of a transfer; -1: no other rank takes part.
+            frames: Frames that the action decodes or transfers; None: all frames.
         """
         return Action(kind, clip, step, step, peer, frames)
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Parse the output of `str()`.
+        """Parse an action from the text that `str(action)` returns.
 
         Args:
             text: Text such as `DENOISE c3 7:14` or `SEND c3 @14 >2`.
@@ -111,7 +116,7 @@ class Action(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Fraction of the clip's frames that a DECODE makes; 1 for other actions."""
+        """Fraction of the clip's frames that a DECODE decodes; 1 for other actions."""
         return 1.0 if self.frames is None else self.frames.fraction
 
     @property
@@ -120,7 +125,7 @@ class Action(NamedTuple):
         return self.kind is Kind.DECODE and self.frames is not None and self.frames.first > 0
 
 
-#: Actions that send a packet.
+#: Kinds of actions that send a packet to another rank.
 SENDS = (Kind.SEND, Kind.SHARE, Kind.SEND_FRAMES)
 
 _ARROWS = {Kind.RECV: "<", Kind.RECV_FRAMES: "<", **dict.fromkeys(SENDS, ">"), Kind.DENOISE: "="}
@@ -148,20 +153,22 @@ class Route:
 
     clip: int
     ranges: tuple[StepRange, ...]
-    """Steps of each rank, consecutive and up to the last step. A rank without steps only encodes or
-    only decodes. A route that starts after step 0 starts from a latent checkpoint."""
+    """Range of steps of each rank that the clip visits, in order; together they are consecutive and
+    reach the last step. A rank with an empty range only encodes or only decodes. If the first range
+    starts after step 0, the clip resumes from a latent checkpoint."""
     decodes: bool = True
-    """Whether the clip is decoded."""
+    """Whether the clip is decoded to frames."""
     paired: bool = False
-    """Whether each rank r of the route and rank r + 1 are a pair, which does the same steps. The
-    first rank of a pair encodes, decodes and finishes; the second starts from its packet."""
+    """Whether each rank r of the route forms a pair with rank r + 1, and both run the same steps.
+    The first rank of a pair encodes, decodes and finishes the clip; the second rank starts from the
+    first rank's packet."""
     shares: tuple[DecodeShare, ...] = ()
-    """Frames that each of several ranks decodes, beginning with the last rank of the route; empty:
-    the last rank decodes all."""
+    """Frames that each rank decodes, if several ranks decode the clip together. The last rank of
+    the route comes first. Empty: the last rank decodes all frames."""
 
     @property
     def start(self) -> int:
-        """Number of steps that an earlier run has done; usually 0."""
+        """Number of steps of the clip that an earlier run has finished; usually 0."""
         return self.ranges[0].start
 
     @property
@@ -173,13 +180,13 @@ class Route:
 
     @property
     def decode_links(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (from, to) between which its final latent and frames are sent."""
+        """Pairs of ranks (from, to) between which the final latent or decoded frames are sent."""
         writer = self.ranges[-1].rank
         helpers = [share.rank for share in self.shares[1:]]
         return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has the final latent, because it is the second of the last pair.
+        """Whether a rank has the final latent because it is the second rank of the last pair.
 
         Args:
             rank: Any rank of the layout.
@@ -191,21 +198,21 @@ class Route:
         """Return the number of stages of the route that follow the stage of a rank.
 
         Args:
-            rank: Any rank of the layout, also the second of a pair.
+            rank: Any rank of the layout, possibly the second rank of a pair.
 
         Returns:
-            Number of ranges after the rank's own; 0 if the route does not visit the rank.
+            Number of stages after the rank's own stage; 0 if the route does not visit the rank.
         """
         units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
         return next((after for after, unit in enumerate(units) if rank in unit), 0)
 
     def resumed(self, at: int) -> Route:
-        """Return the rest of the route, from the rank that does step `at`.
+        """Return the part of the route from the rank that runs step `at`.
 
-        The last rank is always kept, because it finishes the clip.
+        The last rank is always part of the result, because it finishes the clip.
 
         Args:
-            at: Number of steps that an earlier run has done.
+            at: Number of steps of the clip that an earlier run has finished.
         """
         *before, last = self.ranges
         left = [part._replace(start=max(part.start, at)) for part in before if part.end > at]
@@ -219,39 +226,40 @@ class _Visit:
 
 
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
-    """Return each rank's action list, with each receive posted one clip ahead.
+    """Return the action list of each rank, in which each receive is posted one clip ahead.
 
-    The transfer of the next clip then overlaps with the work on this one. At most two packets are
-    in flight to a rank: the posted one, and one that its sender still holds. Two clips on two
-    ranks, N = 4:
+    So the transfer of the next clip overlaps with the work on the current clip. At most two packets
+    are in flight to a rank: one whose receive is posted, and one that the sender still holds.
+    Example of two clips with 4 steps on two ranks:
 
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
-    A rank that helps to decode a clip first does its steps of the next clips, as many as keep it
-    busy until the clip has passed the ranks in between. Three clips on three ranks, N = 6; ranks 1
-    and 2 each decode half of the frames (`>`):
+    A rank that helps to decode a clip first runs its steps of the next clips, until the clip has
+    passed the ranks between this rank and the last. Example of three clips with 6 steps on three
+    ranks, where ranks 1 and 2 each decode half of the frames (`>`):
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
         rank 2 |....00>11>22>|
 
-    If clips skip different ranks, a rank helps before it begins the next clip. Otherwise ranks
-    could wait for each other in a circle.
+    If the clips of a schedule skip different ranks, a rank helps before it begins the next clip.
+    Otherwise ranks could wait for each other in a circle.
 
     Args:
         routes: Route of each clip, in the order in which the clips are made.
-        world_size: Number of ranks W.
+        world_size: Number of ranks.
 
     Returns:
-        Action lists of the W ranks; that of a rank without work is empty.
+        Action list of each rank; empty for a rank without work.
     """
     paths: defaultdict[int, set[tuple[tuple[int, bool], ...]]] = defaultdict(set)
     for route in routes:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Visits that help another rank, each with the number of visits that precede it.
+    # Visits in which a rank helps another rank to decode, each with the number of the rank's own
+    # visits that precede it.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -288,7 +296,7 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """Yield the decode by the last rank, and its exchange with the ranks that help."""
+    """Yield the last rank's actions for a decode, and for its exchange with ranks that help."""
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
     for rank, frames in helpers:
@@ -309,7 +317,7 @@ def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) of each rank that gets the final latent and decodes a part of it."""
+    """Yield (rank, visit) for each rank that receives the final latent and decodes a part of it."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -318,9 +326,9 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) of the second rank of each pair that does steps.
+    """Yield (rank, visit) for the second rank of each pair that runs steps of the clip.
 
-    One clip on two pairs, N = 4 (`=1` names the other rank of the pair):
+    Example of one clip with 4 steps on two pairs (`=1` is the peer of a DENOISE, rank 1):
 
         rank 0   ENCODE c0 @0    SHARE c0 @0 >1       DENOISE c0 0:2 =1   SEND c0 @2 >2
         rank 1   RECV c0 @0 <0                        DENOISE c0 0:2 =0   SEND c0 @2 >3
@@ -352,10 +360,10 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
 
 
 def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group links into rounds that share no rank, so that the links of a round open concurrently.
+    """Group links into rounds in which no rank occurs twice, so that a round can open in parallel.
 
-    This is a greedy edge colouring: a pipeline of any length needs 2 rounds, and no graph needs
-    more than twice the largest number of links at one rank, minus 1.
+    The algorithm is greedy edge colouring. A pipeline of any length needs 2 rounds. Any graph needs
+    at most 2d - 1 rounds if no rank has more than d links.
 
     Args:
         links: Pairs (from, to) of ranks.

@@ -1,4 +1,4 @@
-"""Choice of the best layout that fits, by forecast, and comparison of layouts."""
+"""Choice of the fastest layout that fits in memory, by forecast, and comparison of layouts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Maximum size of replicas to try. A longer replica takes long to forecast and is not faster.
+# Largest size of replicas to try. Longer replicas take long to forecast and are not faster.
 _MAX_REPLICA_SIZE = 64
-# Ratio up to which two times count as equal. Of equally fast layouts, the simplest is chosen.
+# Ratio of two times up to which they count as equal. Of equally fast layouts, the simplest is
+# chosen.
 _EQUAL = 1.001
-# Throughput kept, as a fraction of the best, when latency is minimised.
+# Smallest throughput, as a fraction of the best, of the layouts among which the latency is
+# minimised.
 _RATE_KEPT = 0.9
 
 
@@ -45,23 +47,24 @@ def choose_layout(
     minimize_latency: bool = False,
     **counts: Any,
 ) -> Choice:
-    """Choose the layout that finishes all clips first, by forecast, among those that fit in memory.
+    """Choose, by forecast, the layout that fits in memory and finishes all clips first.
 
-    If a rank has memory for both experts of a model, layouts in which a rank holds both are
+    If a rank has memory for both experts of a model, layouts in which a rank holds both experts are
     candidates too.
 
     Args:
-        num_clips: Number of clips of the forecasts.
-        memory_gib: Memory of each of the W ranks, in GiB; empty: unknown, and every layout fits.
+        num_clips: Number of clips to forecast.
+        memory_gib: Memory of each rank, in GiB. Empty: the memory is unknown, and every layout
+            fits.
         pairs: Whether layouts with pairs of ranks are candidates too.
-        fixed: Fields of the only layout. Then only the use of pairs is chosen. None: all layouts
+        fixed: Fields of the only layout, so that only the use of pairs is chosen. None: all layouts
             are candidates.
         minimize_latency: Whether to choose the layout with the least latency of a clip, among the
             layouts with at least 0.9 of the best throughput.
         counts: Other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
 
     Raises:
-        RequestError: No layout is possible, or none fits in memory.
+        RequestError: No layout is possible, or no layout fits in memory.
     """
     units = counts["world_size"] // max(1, counts.get("cfg_parallel_size", 1))
     data_parallel = Layout(**counts, data_parallel_size=max(1, units))
@@ -87,13 +90,13 @@ class _Search:
 
     def choice(self) -> Choice:
         wholes = [self.data_parallel, *self._paired()]
-        # If the fixed layout is impossible, its error says why.
+        # If the fixed layout is impossible, creating it here raises an error with the reason.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
         fitting = [*filter(self._fits, possible), *self._with_shared_experts(wholes)]
         if not fitting:
             raise self._nothing_fits(possible)
-        # If no layout has known transfer costs, the forecast of the first raises an error about
-        # them.
+        # If no layout has known transfer costs, the forecast of the first layout raises an error
+        # that says so.
         known = [*filter(_has_known_transfers, fitting)] or fitting[:1]
         clips = self.num_clips
         candidates = [_Candidate(each, *makespan_and_latency(each, clips)) for each in known]
@@ -122,7 +125,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield layouts that fit in memory, and where a rank of a long replica has both experts."""
+        """Yield layouts that fit in memory, with several stages and both experts on some rank."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -171,8 +174,8 @@ class _Search:
             yield f"{too_large} of {len(possible)} layouts need more memory"
         if unknown:
             yield (
-                f"{unknown} of {len(possible)} layouts have transfers between hosts, whose "
-                "time, inter_host_transfer_seconds, the costs do not give"
+                f"{unknown} of {len(possible)} layouts have transfers between hosts, and the costs "
+                "lack inter_host_transfer_seconds"
             )
 
     def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
@@ -181,8 +184,8 @@ class _Search:
             f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
         )
         return RequestError(
-            f"no layout of {layouts[0].world_size} ranks fits in {has} GiB a rank: the smallest "
-            f"one needs {least:.4g}",
+            f"no layout of {layouts[0].world_size} ranks fits in {has} GiB for each rank: the "
+            f"smallest layout needs {least:.4g} GiB",
             "use a smaller `decode_chunk_size`, fewer `num_frames`, a smaller `height` and "
             "`width`, or `memory_opt`",
             details={
@@ -199,13 +202,13 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Return the candidates whose time is at most `factor` times the least."""
+    """Return the candidates whose time, by `key`, is at most `factor` times the shortest time."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
-    """Yield layouts to forecast, the simplest first: short replicas, one decoder, equal ranges."""
+    """Yield the layouts to forecast, beginning with short replicas, one decoder and `uniform`."""
     num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
@@ -215,7 +218,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                with suppress(RequestError):  # the uniform rule may be unable to divide the steps
+                with suppress(RequestError):  # the uniform split may be unable to divide the steps
                     yield replace(
                         data_parallel,
                         split=split,
@@ -225,12 +228,12 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
-    """Return the least number of decoders whose decodes fit in an equal share of the work.
+    """Return the least number of decoders for which decoding is at most an equal share of the work.
 
     Args:
-        num_steps: Steps N of a clip.
+        num_steps: Number of steps of a clip.
         replica_size: Number of ranks of a replica.
-        costs: Cost model; if the ranks differ, the mean counts.
+        costs: Cost model. If ranks differ in speed, the mean is used.
     """
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size
@@ -261,7 +264,7 @@ class LayoutForecast(NamedTuple):
     seconds_per_clip: float = 0.0
     """Mean seconds between finished clips in a long queue."""
     note: str = ""
-    """Reason why the layout is chosen, or why it is impossible or does not fit; usually empty."""
+    """Reason why the layout is chosen, is impossible, or does not fit in memory; usually empty."""
 
 
 def compare_layouts(
@@ -272,20 +275,21 @@ def compare_layouts(
     minimize_latency: bool = False,
     **counts: Any,
 ) -> list[LayoutForecast]:
-    """Return the layouts that `plan --compare` shows.
+    """Return the forecasts of the layouts that `plan --compare` shows.
 
-    These are one replica with each split, one with several decoders, `auto`, data parallel and, for
-    an even number of ranks, pairs.
+    The layouts are one replica with each split, one replica with several decoders, the layout that
+    `auto` chooses, data parallel, and pairs if the number of ranks is even.
 
     Args:
-        num_clips: Number of clips of the forecasts.
-        memory_gib: Memory of each rank, in GiB; the note of a layout that needs more says so.
-        pairs: Whether `auto` may choose pairs.
+        num_clips: Number of clips to forecast.
+        memory_gib: Memory of each rank, in GiB. A layout that needs more gets a note about this.
+        pairs: Whether `auto` may choose pairs of ranks.
         minimize_latency: Whether `auto` minimises the latency of a clip.
         counts: Other fields of all layouts, as for `choose_layout`.
 
     Raises:
-        RequestError: The counts are out of their limits, or the costs do not fit them.
+        RequestError: The number of steps or ranks is out of range, or the costs are for another
+            number of ranks.
     """
     num_steps, world_size, costs = (counts[key] for key in ("num_steps", "world_size", "costs"))
     check_counts(num_steps, world_size)

@@ -1,4 +1,4 @@
-"""Cost model: seconds and memory of each kind of work, its JSON, and published costs."""
+"""`CostModel`: seconds and memory of each kind of work, as JSON and as published presets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 #: One number for all ranks, or a tuple with one for each rank.
 PerRank = float | tuple[float, ...]
 
-# Limits of costs, within which sums over any number of clips stay finite.
+# Largest values of costs, with which sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
@@ -25,41 +25,43 @@ _ABOVE_ZERO = ("step_seconds", "ranks_per_host")
 
 @dataclass(frozen=True, kw_only=True)
 class CostModel:
-    """Seconds of each kind of work, and its memory if that is known.
+    """Seconds of each kind of work, and the memory that the work needs, if known.
 
-    The defaults are in units of one step: a step takes 1, everything else 0.
+    With the default values, the unit of time is one step: a step takes 1, all other work takes 0.
     """
 
     step_seconds: PerRank = 1.0
-    """Seconds of a denoising step; one number for each rank if devices differ in speed."""
+    """Seconds of a denoising step; a tuple with one number for each rank if devices differ in
+    speed."""
     encode_seconds: PerRank = 0.0
     """Seconds of a clip's encode: text and image encoders, VAE and noise."""
     decode_seconds: PerRank = 0.0
     """Seconds of a clip's decode to frames."""
     transfer_seconds: float = 0.0
-    """Seconds of a transfer of a clip's packet between two ranks."""
+    """Seconds of a transfer of a clip's packet between two ranks on one host."""
     ranks_per_host: int | None = None
-    """Number of ranks on each host, in the order of the ranks; None: all are on one host."""
+    """Number of ranks on each host; each host has consecutive ranks. None: all ranks are on one
+    host."""
     inter_host_transfer_seconds: float | None = None
-    """Seconds of a transfer to a rank on another host; None: unknown."""
+    """Seconds of a transfer of a clip's packet to a rank on another host; None: unknown."""
     encode_weights_gib: float | None = None
-    """Weights of the encode, GiB; None: unknown. A rank holds the weights of its parts."""
+    """Memory of the weights that an encode needs, in GiB; None: unknown."""
     denoise_weights_gib: float | None = None
-    """Weights of the denoiser, or of one expert, GiB; None: unknown."""
+    """Memory of the weights of the denoiser, or of one of two experts, in GiB; None: unknown."""
     decode_weights_gib: float | None = None
-    """Weights of the decode, GiB; None: unknown."""
+    """Memory of the weights that a decode needs, in GiB; None: unknown."""
     encode_work_gib: float | None = None
-    """Peak memory of an encode without weights, GiB; None: unknown."""
+    """Peak memory of an encode, without weights, in GiB; None: unknown."""
     denoise_work_gib: float | None = None
-    """Peak memory of a step without weights, GiB; None: unknown."""
+    """Peak memory of a denoising step, without weights, in GiB; None: unknown."""
     decode_work_gib: float | None = None
-    """Peak memory of a decode without weights, GiB; None: unknown."""
+    """Peak memory of a decode, without weights, in GiB; None: unknown."""
     name: str = ""
-    """Subject of the costs, such as a model and a size."""
+    """Description of the clips that the costs are for, such as a model and a size."""
     source: str = ""
-    """Origin of the costs: a publication, or a measurement."""
+    """Source of the numbers: a publication or a measurement."""
     device: str = ""
-    """Device that the costs were measured on."""
+    """Device on which the costs were measured."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -101,18 +103,18 @@ class CostModel:
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether some cost has a number for each rank."""
+        """Whether some cost is a tuple with a number for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
-        """Return the seconds of one step on a rank or a pair.
+        """Return the seconds of one denoising step on a rank or on a pair of ranks.
 
-        A pair takes half of the slower rank's seconds, plus a transfer. The transfer is that of a
-        packet, which is an upper bound for the exchange of predictions.
+        A pair takes half of the slower rank's seconds, plus the seconds of a packet's transfer,
+        which are an upper bound for the exchange of predictions.
 
         Args:
-            rank: Rank that does the step, or the first of a pair.
-            other: Second rank of the pair; below 0: `rank` works alone.
+            rank: Rank that runs the step, or the first rank of a pair.
+            other: Second rank of the pair; below 0: `rank` runs the step alone.
         """
         if other < 0:
             return _on(self.step_seconds, rank)
@@ -148,23 +150,25 @@ class CostModel:
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, roles: Roles) -> float | None:
-        """Return the peak memory of a rank: weights of its parts, plus the largest work of one.
+        """Return a rank's peak memory: weights of all its parts, plus the largest work of a part.
 
-        This is an upper bound, because weights that parts share (encode and decode use one VAE)
-        count twice.
+        This is an upper bound: weights that two parts share count twice, such as those of the VAE,
+        which encode and decode use.
 
         Args:
             roles: Parts of the model that the rank uses.
 
         Returns:
-            Peak in GiB; None if the costs lack a value.
+            Peak memory in GiB; None if the costs lack a value for a part.
         """
         weights = [getattr(self, f"{part}_weights_gib") for part in roles.part_names]
         work = [getattr(self, f"{part}_work_gib") for part in roles.part_names]
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a rehearsal with real transfers, which therefore cost nothing.
+        """Return costs for a run of the dummy model, in which only device work is simulated.
+
+        The costs of transfers are 0, because such a run has real transfers.
 
         Args:
             pace: Factor for the seconds of all device work.
@@ -173,13 +177,14 @@ class CostModel:
         return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
 
     def check_world(self, world_size: int) -> None:
-        """Check that costs by rank, and the size of hosts, fit a number of ranks.
+        """Check that the costs can be used with a number of ranks.
 
         Args:
-            world_size: Number of ranks W.
+            world_size: Number of ranks.
 
         Raises:
-            RequestError: The costs are for another number of ranks, or the hosts do not divide it.
+            RequestError: The costs are for another number of ranks, or `world_size` is not a
+                multiple of `ranks_per_host`.
         """
         per_host = self.ranks_per_host
         if per_host and world_size % per_host:
@@ -198,21 +203,21 @@ class CostModel:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of a costs file: all fields, None if unknown."""
+        """Return all fields as the JSON object of a costs file; unknown values are None."""
         return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
     def from_json(content: object, where: str) -> CostModel:
-        """Return the costs in the content of a costs file.
+        """Return the cost model in the parsed JSON of a costs file.
 
         Args:
-            content: JSON value; an object in which only `schema_version` and `step_seconds` are
-                required.
+            content: Parsed JSON value, which should be an object. Only the keys `schema_version`
+                and `step_seconds` are required.
             where: Name of the file, for errors.
 
         Raises:
-            RequestError: The value is not an object, is of another version, or has an unknown key
-                or a wrong value.
+            RequestError: `content` is not an object, has another schema version, or has an unknown
+                key or a wrong value.
         """
         if not isinstance(content, Mapping):
             raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
@@ -243,10 +248,10 @@ class CostModel:
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Return the seconds of a step on one rank, given those on a pair: inverts `step_on`.
+    """Return the seconds of a step on one rank, computed from the seconds of a step on a pair.
 
-    The result is at least the pair's seconds, because the transfer of a prediction is shorter than
-    that of a packet.
+    This is the inverse of `CostModel.step_on`. The result is at least the seconds of the pair,
+    because a prediction takes less time to transfer than a packet.
 
     Args:
         seconds: Measured seconds of a step on a pair.
@@ -258,13 +263,14 @@ def step_from_pair(seconds: float, transfer: float) -> float:
 def measured_costs(
     seconds: Mapping[str, float], assumed: CostModel, *, in_pairs: bool
 ) -> CostModel:
-    """Return a cost model from measured means.
+    """Return a cost model from the measured mean seconds of each kind of work.
 
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Costs of encode and decode if they were not measured, relative to its step.
-        in_pairs: Whether pairs of ranks did the steps.
+        assumed: Cost model whose encode and decode, relative to a step, are used if they were not
+            measured.
+        in_pairs: Whether the measured steps ran on pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
     step = step_from_pair(step, transfer) if in_pairs else step
@@ -278,20 +284,20 @@ def measured_costs(
 
 
 class PartMemory(NamedTuple):
-    """Memory of one part of a model on its device."""
+    """Memory of one part of a model (encode, denoise or decode) on its device."""
 
     weight_bytes: int
     activation_bytes: int
-    """Peak bytes above the weights."""
+    """Peak bytes of tensors other than the weights."""
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of weights and peak bytes of activations together."""
+        """Sum of the bytes of weights and the peak bytes of activations."""
         return self.weight_bytes + self.activation_bytes
 
 
 class PartFlops(NamedTuple):
-    """FLOPs of the parts of a model, as torch counts them: 2 for each multiply-add."""
+    """FLOPs of the parts of a model, as torch counts FLOPs: 2 for each multiply-add."""
 
     encode: int
     """FLOPs of one clip's encode."""
@@ -302,17 +308,17 @@ class PartFlops(NamedTuple):
 
 
 class MemoryEstimate(NamedTuple):
-    """Memory of each part of a model."""
+    """Estimated memory of each part of a model."""
 
     encode: PartMemory
-    """Memory of the encoders at the clip's size, without the original image."""
+    """Memory of an encode at the clip's size, without the memory of the original image."""
     denoise: PartMemory
-    """Memory of the denoiser, or of one of two experts, in a step."""
+    """Memory of a denoising step, with the weights of one denoiser (the larger of two experts)."""
     decode: PartMemory
-    """Memory of the decode of `decode_chunk_size` frames at a time."""
+    """Memory of a decode in chunks of `decode_chunk_size` frames."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Return the memory of a rank: the sum of the weights, and the largest activations.
+        """Return a rank's memory: all weights of its parts, and the largest activations of a part.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -359,7 +365,7 @@ def _number_fault(name: str, value: object) -> str:
     return "must be above 0" if name in _ABOVE_ZERO and value == 0 else ""
 
 
-#: Former name, kept until the next version.
+#: Former name of `CostModel`, kept until the next version.
 Costs = CostModel
 
 _MAY_BE_UNKNOWN = {field.name: field.default is None for field in fields(CostModel)}
@@ -372,7 +378,10 @@ _STABILITY = (
 
 
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
-    """Return the costs in a column of the table, which has milliseconds; `unet` is of 25 calls."""
+    """Return the cost model of one column of the published table.
+
+    The arguments are milliseconds; `unet` is the time of 25 calls.
+    """
     return CostModel(
         step_seconds=unet / 25 / 1000,
         encode_seconds=(clip + encoder) / 1000,

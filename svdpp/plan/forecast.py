@@ -1,4 +1,4 @@
-"""Forecast of a run's times, by a simulation of the action lists or by a faster recurrence."""
+"""Forecast of the times of a run, by simulating the action lists or by a faster recurrence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: Maximum number of visits that a forecast computes, in about two seconds. A visit is the work of
-#: one rank on one clip. Further clips are assumed to continue at the same rate.
+#: Largest number of visits that a forecast computes, which takes about two seconds. A visit is the
+#: work of one rank on one clip. Further clips are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
 # Number of clips for each rank after which clips finish at a constant rate.
@@ -24,12 +24,12 @@ _QUEUED_PER_RANK = 16
 # Maximum number of clips for each layout in a comparison of layouts.
 _LARGE_SAMPLE = 65_536
 
-#: Ranks that a clip visits, each with the seconds of work there.
+#: Ranks that a clip visits in order, each with the seconds of the rank's work on the clip.
 StageTimes = tuple[tuple[int, float], ...]
 
 
 class Span(NamedTuple):
-    """Time in which one rank did one action, in seconds from the start of the run."""
+    """Start and end of one action on one rank, in seconds from the start of the run."""
 
     rank: int
     action: Action
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
     @property
     def clip(self) -> int:
-        """Clip of the action."""
+        """Index of the action's clip."""
         return self.action.clip
 
 
@@ -61,17 +61,18 @@ class Forecast:
     jitter: float
     """Standard deviation of the times between finished clips."""
     latency: float
-    """Mean seconds from a clip's arrival to its end. Without arrivals: from its first action."""
+    """Mean seconds from the arrival of a clip (or from its first action, if arrivals are unknown)
+    until the clip is finished."""
     bubble: float
     """Fraction of the ranks' total time in which ranks are idle, 0 to 1."""
     computed_clips: int
-    """Number of clips that were computed; further clips are assumed to follow at that rate."""
+    """Number of clips that were computed; further clips are assumed to finish at the same rate."""
 
     def extended(self, num_clips: int) -> Forecast:
-        """Return the forecast of more clips, which are assumed to continue at the same rate.
+        """Return the forecast for more clips, which are assumed to finish at the same rate.
 
         Args:
-            num_clips: Number of all clips, at least `clips`.
+            num_clips: Total number of clips, at least `clips`.
         """
         makespan = self.makespan + (num_clips - self.clips) * self.seconds_per_clip
         busy = (1 - self.bubble) * self.makespan * num_clips / self.clips
@@ -79,7 +80,7 @@ class Forecast:
         return replace(self, clips=num_clips, makespan=makespan, bubble=bubble)
 
     def to_json(self) -> dict[str, float]:
-        """Return the main times in seconds, and the bubble."""
+        """Return the makespan, the two main times of clips in seconds, and the bubble, by name."""
         return {
             "makespan_seconds": self.makespan,
             "first_clip_seconds": self.first_clip,
@@ -89,21 +90,22 @@ class Forecast:
 
 
 class DeadlockError(ValueError):
-    """Error for a schedule that cannot be performed, because ranks wait for each other."""
+    """Error for a schedule that cannot run to its end, because ranks wait for each other."""
 
 
 #: Sender and receiver of a link, and whether the link is for clips that several ranks decode.
 _LinkId = tuple[int, int, bool]
-#: Link, and the number of earlier transfers on the link. For a DENOISE of a pair, the number is
-#: -2 minus the clip's index.
+#: Id of a transfer: the link, and the number of earlier transfers on the link. For a DENOISE of a
+#: pair, the number is -2 minus the clip's index.
 _TransferId = tuple[_LinkId, int]
 
 
 class _Simulation:
-    """Simulation of all action lists; a rank that waits is resumed at the end of its transfer.
+    """Simulation of the action lists of all ranks.
 
-    A transfer starts when its packet is sent, its receive is posted, and the previous transfer on
-    the link has ended. A SEND returns at once, unless the previous transfer on its link still runs.
+    A transfer starts when the packet has been sent, the receive has been posted, and the previous
+    transfer on the link has ended. A SEND returns at once, unless the previous transfer on the same
+    link still runs. A rank that waits for a transfer is resumed when the transfer ends.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
@@ -133,7 +135,8 @@ class _Simulation:
     def _perform(self, rank: int) -> Iterator[_TransferId]:
         """Simulate a rank's actions, and yield the id of each transfer that the rank waits for."""
         clock = 0.0
-        arrivals: dict[tuple[int, int], _TransferId] = {}  # by clip, and sender of frames
+        # Transfer id by clip and, for RECV_FRAMES, by sender.
+        arrivals: dict[tuple[int, int], _TransferId] = {}
         for action in self.schedule[rank]:
             self.current[rank] = action
             place = action.clip, action.peer if action.kind is Kind.RECV_FRAMES else -1
@@ -156,7 +159,7 @@ class _Simulation:
                         yield before
                     clock = max(clock, self.ends[before])
                 self._begin("send", action, link[:2], clock)
-            elif action.kind not in (Kind.FINISH, Kind.FREE):  # these take no time of the rank
+            elif action.kind not in (Kind.FINISH, Kind.FREE):  # FINISH and FREE take no time
                 if action.kind is Kind.DENOISE and action.peer >= 0:
                     first, second = sorted((rank, action.peer))
                     meeting = (first, second, False), -2 - action.clip
@@ -200,7 +203,9 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        length = slice(1, 3 if is_transfer else 4)  # clip and start, of a DENOISE also its end
+        length = slice(
+            1, 3 if is_transfer else 4
+        )  # fields to compare: clip and start, for a DENOISE also end
         if other[0][length] != action[length]:
             raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
         self.ends[transfer] = max(other[1], at)
@@ -214,18 +219,19 @@ class _Simulation:
 def simulate_schedule(
     schedule: Schedule, costs: CostModel, sizes: Sequence[float] = ()
 ) -> list[Span]:
-    """Simulate the action lists of all ranks; return the time of each action.
+    """Simulate the action lists of all ranks, and return the times of the actions.
 
     Args:
         schedule: Action list of each rank.
         costs: Seconds of each kind of work.
-        sizes: Factor of the costs for each clip, by index; empty: 1 for all clips.
+        sizes: Factor for the costs of each clip, by the clip's index; empty: 1 for all clips.
 
     Returns:
         Spans of all actions except transfers, in no particular order.
 
     Raises:
-        DeadlockError: Ranks wait for each other, or the two ends of a transfer differ.
+        DeadlockError: Ranks wait for each other, or the sender's and the receiver's action of a
+            transfer do not match.
         RequestError: The costs lack the time of a transfer between hosts.
     """
     return _Simulation(schedule, costs, sizes).run()
@@ -236,11 +242,11 @@ replay = simulate_schedule
 
 
 def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
-    """Return the times of a run from its spans, forecast or measured.
+    """Compute the times of a run from the spans of its actions, which are forecast or measured.
 
     Args:
-        spans: Work of all ranks, in any order.
-        world_size: Number of ranks W.
+        spans: Spans of the actions of all ranks, in any order.
+        world_size: Number of ranks.
 
     Raises:
         ValueError: `spans` is empty.
@@ -263,19 +269,19 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
 def sum_up(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """Return the times of a run from the times of its clips.
+    """Compute the times of a run from the start and end of each clip.
 
     Args:
-        clips: Start and end of each clip in seconds, in order; the start is that of the first
-            action, or the arrival.
-        busy: Seconds of work of all ranks together.
-        world_size: Number of ranks W.
-        num_finishers: Number of ranks that finish clips, which is the size of groups of clips.
+        clips: Start and end of each clip in seconds, in order. The start is the start of the clip's
+            first action, or the arrival of the clip.
+        busy: Total seconds of work of all ranks.
+        world_size: Number of ranks.
+        num_finishers: Number of ranks that finish clips; clips finish in groups of this size.
     """
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]
-    # The last clips in whole groups: about half of them, at least one group.
+    # The window covers about the last half of the clips, in whole groups, at least one group.
     half = (len(clips) - len(clips) // 2) // num_finishers * num_finishers
     window = min(len(clips), max(num_finishers, half))
     gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
@@ -296,20 +302,20 @@ def sum_up(
 
 
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
-    """Forecast clips in a layout, by the costs of the layout.
+    """Forecast the times of clips in a layout, with the costs of the layout.
 
-    The result equals a simulation of the action lists, which takes 15 to 20 times as long. A visit
-    of a clip at a rank costs about a microsecond here, and `layout="auto"` compares dozens of
-    layouts. If all replicas are alike, only one is computed. Clips beyond `MAX_VISITS` are assumed
-    to continue at the same rate; see `Forecast.computed_clips`.
+    The result equals `simulate_schedule`, which would take 15 to 20 times as long. A visit of a
+    clip at a rank takes about a microsecond to compute, and `layout="auto"` compares dozens of
+    layouts. If all replicas are alike, only one replica is computed. Clips beyond `MAX_VISITS` are
+    assumed to finish at the same rate; see `Forecast.computed_clips`.
 
     Args:
         layout: Layout with its costs.
         num_clips: Number of clips, all of which are queued at the start.
 
     Raises:
-        RequestError: The pipeline is too long to be forecast, or the costs lack the time of a
-            transfer between hosts.
+        RequestError: The pipeline has too many ranks for a forecast, or the costs lack the time of
+            a transfer between hosts.
     """
     count = min(num_clips, _most_clips(layout))
     if count < min(num_clips, 2 * layout.num_stages):  # too few clips to keep all ranks busy
@@ -326,14 +332,16 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 
 
 def _most_clips(layout: Layout) -> int:
-    """Return the number of clips, in whole groups, that take at most `MAX_VISITS` visits."""
+    """Return the largest number of clips, in whole groups, with at most `MAX_VISITS` visits."""
     visits = MAX_VISITS
-    if layout.decode_parallel_size > layout.cfg_parallel_size:  # simulated, which is slower
+    if (
+        layout.decode_parallel_size > layout.cfg_parallel_size
+    ):  # these layouts are simulated, which is slower
         visits //= 20
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # One replica is computed, or two if some have a clip more than others.
+        # One replica is computed, or two replicas if some have one clip more than others.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group
@@ -383,7 +391,7 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
     Args:
         layout: Layout with its costs.
-        num_clips: Number of clips, of which a sample is computed.
+        num_clips: Number of clips; only a sample of the clips is computed.
 
     Raises:
         RequestError: The layout cannot be forecast; see `forecast_layout`.
@@ -406,15 +414,15 @@ def steady_seconds_per_clip(layout: Layout) -> float:
 
 
 def stage_times(route: Route, costs: CostModel) -> StageTimes:
-    """Return the ranks of a route, each with the seconds of its work on the clip.
+    """Return the ranks of a route, each with the seconds of the rank's work on the clip.
 
     Args:
         route: Route of one clip.
         costs: Seconds of each kind of work.
 
     Returns:
-        Tuples (rank, seconds), in order. A pair is represented by its first rank, which waits
-        before its steps until the second has the packet.
+        Tuples (rank, seconds), in the order of the route. A pair is represented by its first rank,
+        which waits before its steps until the second rank has the packet.
     """
     seconds = _step_seconds(route, costs)
     if not route.start:
@@ -460,18 +468,22 @@ def clip_times(
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
-    A visit (the work of one rank on one clip) waits only for earlier clips, or for its clip at the
-    previous rank. So the times of clips can be computed one after the other. The receiver posts the
-    receive of a transfer at the start of its previous visit. A transfer starts after this, and
-    after the previous transfer on the same link. The sender also waits for the previous transfer.
+    A visit (the work of one rank on one clip) waits only for earlier clips, or for the same clip at
+    the previous rank. So clips can be computed one after the other. The receiver of a transfer
+    posts the receive at the start of its previous visit. The transfer starts after that, and after
+    the previous transfer on the same link, for which the sender also waits.
 
     Args:
         clips: Stage times of each clip, in order.
         transfer: Seconds of a transfer, by sender and receiver.
     """
-    free: defaultdict[int, float] = defaultdict(float)  # when the rank is free for its next visit
-    before: defaultdict[int, float] = defaultdict(float)  # when it was free for its last visit
-    over: dict[tuple[int, int], float] = {}  # when the last transfer on a link ended
+    free: defaultdict[int, float] = defaultdict(
+        float
+    )  # time when a rank is free for its next visit
+    before: defaultdict[int, float] = defaultdict(
+        float
+    )  # time when a rank was free for its last visit
+    over: dict[tuple[int, int], float] = {}  # end of the last transfer on a link
     for clip in clips:
         end = here = 0.0
         begun, source = free[clip[0][0]], -1
@@ -486,11 +498,11 @@ def clip_times(
         yield begun, end
 
 
-# --- grid: a line for each rank, time from left to right -----------------------------------------
+# --- grid: one line for each rank, with the time from left to right -------------------------------
 
 _IDLE = "."
 _ENDS = {Kind.ENCODE: "<", Kind.DECODE: ">"}
-#: Signs of clips, which repeat after 62.
+#: Characters that stand for clips in a grid; they repeat after 62 clips.
 _CLIP_SIGNS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
@@ -501,16 +513,17 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Draw a line for each rank; each column shows what the rank mostly did in that time.
+    """Draw a line for each rank, in which a column shows the rank's main activity in that time.
 
-    The sign of a step is that of its clip, encode is `<`, decode `>`, idle `.`:
+    A step is shown by the character of its clip, an encode by `<`, a decode by `>`, idle time by
+    `.`:
 
         rank 0 |000111222......|
         rank 1 |...000>111>222>|
 
     Args:
-        spans: Work of all ranks, forecast or measured.
-        world_size: Number of ranks W.
+        spans: Spans of the actions of all ranks, forecast or measured.
+        world_size: Number of ranks.
         width: Maximum number of columns. A run with fewer steps has fewer columns.
         marks: Texts for the ends of lines, by rank, such as `died here`; None: no texts.
     """
@@ -527,14 +540,14 @@ def draw_grid(
 
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
-    """Return the number of columns, at most `width`: one for each step, or for two, three, ..."""
+    """Return the number of columns, at most `width`; a column covers one or more whole steps."""
     steps = (
         (span.end - span.start) / (span.action.end - span.action.start)
         for span in spans
         if span.action.kind is Kind.DENOISE and span.end > span.start
     )
     step = min(steps, default=0.0)
-    # Steps that are negligible compared with a decode do not determine the columns.
+    # Steps that are much shorter than a decode do not determine the number of columns.
     whole = round(total / step) if step * 1e6 > total else width
     return max(1, whole // max(1, math.ceil(whole / width)))
 

@@ -1,4 +1,4 @@
-"""Layout of the ranks: replicas, stages, and the cuts and route of each clip."""
+"""`Layout`: replicas and stages of ranks, and the cuts and the route of each clip."""
 
 from __future__ import annotations
 
@@ -29,52 +29,55 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank does of its clips."""
+    """Steps that one rank runs of the clips that visit it."""
 
     rank: int
     start: int
-    """First step that the rank does of any clip."""
+    """First step that the rank runs in any clip."""
     end: int
-    """Step after the last one that it does of any clip."""
+    """Step after the last step that the rank runs in any clip."""
     mean_steps: float
-    """Mean number of steps that it does of a clip."""
+    """Mean number of steps that the rank runs of a clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout(ParallelConfig):
-    """Layout of the ranks: a `ParallelConfig` applied to ranks, costs, and clips of one kind.
+    """Layout of the ranks: a `ParallelConfig` applied to a number of ranks, costs and clips.
 
     Clip i runs on replica i mod `data_parallel_size`. The last `num_decoders` ranks of a replica
-    take turns: each does the last steps and the decode of every `num_decoders`-th clip. If replicas
+    take turns: each runs the last steps and the decode of every `num_decoders`-th clip. If replicas
     have one rank, the layout is data parallel. Every rank gets its clips in increasing order, so
-    that action lists made from these routes cannot deadlock.
+    that action lists made from the routes of a layout cannot deadlock.
 
-    With two experts, all clips are cut at the boundary, and each stage of a replica holds one
-    expert, unless the replica has only one stage or `share_experts` is set.
+    If the model has two experts, all clips are cut where the expert changes, and each stage of a
+    replica holds one expert, unless the replica has only one rank or `share_experts` is set.
 
-    Eight ranks, N = 28; each row is a replica, with its ranks and the number of steps of each:
+    Layouts of eight ranks for clips of 28 steps. Each row shows a replica's ranks and their steps:
 
-        data_parallel_size=1    0  1  2  3  4  5  6  7     3 or 4 each, by `balanced`
-        data_parallel_size=2    0  1  2  3                 7 each: clips 0, 2, 4 ...
-                                4  5  6  7                 7 each: clips 1, 3, 5 ...
-        data_parallel_size=8    0                          28: clips 0, 8, 16 ...
-        data_parallel_size=2,   0+1  2+3                   14 each; a pair halves each step
+        data_parallel_size=1    0  1  2  3  4  5  6  7     3 or 4 steps each (balanced)
+        data_parallel_size=2    0  1  2  3                 7 steps each: clips 0, 2, 4 ...
+                                4  5  6  7                 7 steps each: clips 1, 3, 5 ...
+        data_parallel_size=8    0                          28 steps: clips 0, 8, 16 ...
+        data_parallel_size=2,   0+1  2+3                   14 steps each, run by pairs
         cfg_parallel_size=2     4+5  6+7
-        num_decoders=2          0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd ones
+        num_decoders=2          0  1  2  3  4  5  {6|7}    6 finishes even clips, 7 odd clips
     """
 
     num_steps: int
     world_size: int
     decode_parallel_size: int = 1
-    """Number of ranks that decode each clip together, or as many as it has chunks of frames."""
+    """Largest number of ranks that decode a clip together; each decodes whole chunks of frames."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model of the balanced and alternating splits, and of the division between experts."""
+    """Cost model by which the balanced and alternating splits divide the steps, and by which stages
+    are divided between two experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
-    """Number of steps that the first expert does, 1 to N - 1; None: the model has one denoiser."""
+    """Number of steps that the high-noise expert runs, from 1 to `num_steps` - 1. None: the model
+    has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Number of frames of each chunk that is decoded at once; empty: one chunk for each rank."""
+    """Number of frames of each chunk of a decode; empty: as many equal chunks as ranks that
+    decode."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +139,8 @@ class Layout(ParallelConfig):
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
                 f"`decoders` must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
-                f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the other",
+                f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the {EXPERTS[0]} "
+                "expert",
                 "use `layout` data-parallel or `share_experts` for ranks that hold both",
                 details={
                     "decoders": self.num_decoders,
@@ -169,11 +173,11 @@ class Layout(ParallelConfig):
 
     @classmethod
     def of(cls, parallel: ParallelConfig, **facts: Any) -> Layout:
-        """Return the layout of a configuration.
+        """Return the layout of a parallel configuration.
 
         Args:
-            parallel: Parallel configuration. If its `decode_parallel_size` is None, it counts as 1.
-            facts: Other fields of the layout.
+            parallel: Parallel configuration, in which a `decode_parallel_size` of None counts as 1.
+            facts: All other fields of the layout.
 
         Raises:
             RequestError: The ranks do not divide the steps, or the fields contradict each other.
@@ -191,12 +195,12 @@ class Layout(ParallelConfig):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks of each replica; a pair counts as one."""
+        """Number of ranks of each replica; a pair of ranks counts as one rank."""
         return self.world_size // self.cfg_parallel_size // self.data_parallel_size
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order in which clips visit them; of a pair the first."""
+        """Ranks of each replica, in the order of visits; for a pair only the first rank."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -204,36 +208,36 @@ class Layout(ParallelConfig):
         return tuple(tuple(unit * size for unit in units) for units in of_units)
 
     def is_second(self, rank: int) -> bool:
-        """Whether a rank is the second of a pair.
+        """Whether a rank is the second rank of a pair.
 
         Args:
-            rank: A rank of the layout.
+            rank: Any rank of the layout.
         """
         return rank % self.cfg_parallel_size == 1
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of ranks, which exchange predictions at each step; empty without pairs."""
+        """Pairs of ranks that exchange predictions in each step; empty if each rank works alone."""
         return tuple((r - 1, r) for r in range(self.world_size) if self.is_second(r))
 
     @property
     def replicas_are_alike(self) -> bool:
-        """Whether all replicas take equally long, including transfers between hosts."""
+        """Whether all replicas need the same time for a clip, including transfers between hosts."""
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1
 
     @property
     def separates_experts(self) -> bool:
-        """Whether all clips are cut at the boundary of the experts, so that no rank holds both."""
+        """Whether clips are cut where the expert changes, so that no rank holds both experts."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
     def experts_of(self, part: StepRange) -> frozenset[int]:
-        """Return the experts that a range of steps needs, by index in `EXPERTS`.
+        """Return the experts that a range of steps needs, as indices in `EXPERTS`.
 
         Args:
-            part: Range of steps, which may be empty.
+            part: Range of steps, possibly empty.
         """
         boundary = self.num_steps if self.expert_boundary is None else self.expert_boundary
         needs = part.start < min(part.end, boundary), max(part.start, boundary) < part.end
@@ -241,7 +245,7 @@ class Layout(ParallelConfig):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of a replica: its ranks, of which all decoders count as one."""
+        """Number of stages of a replica: one for each rank, but only one for all decoders."""
         return self.replica_size - self.num_decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
@@ -249,13 +253,13 @@ class Layout(ParallelConfig):
 
         Args:
             clip: Index of the clip.
-            all_stages: Whether the route visits stages that have no steps of this clip.
+            all_stages: Whether the route also visits stages that run no steps of this clip.
         """
         replica, index = clip % self.data_parallel_size, clip // self.data_parallel_size
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
-        """Return the cuts of a clip: 0, then the number of steps done after each stage.
+        """Return the cuts of a clip: 0, followed by the number of finished steps after each stage.
 
         Args:
             clip: Index of the clip.
@@ -266,24 +270,24 @@ class Layout(ParallelConfig):
         """Return the action list of each rank.
 
         Args:
-            num_clips: Number of clips, made in order.
+            num_clips: Number of clips, which are made in the order of their indices.
         """
         return build_schedule([self.route(clip) for clip in range(num_clips)], self.world_size)
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (from, to) of ranks between which packets of clips can be sent, sorted."""
+        """Sorted pairs (from, to) of ranks between which packets of clips can be sent."""
         return tuple(sorted({link for route in self._kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
-        """Pairs (from, to) of ranks between which final latents and frames can be sent, sorted."""
+        """Sorted pairs (from, to) of ranks that can exchange final latents or decoded frames."""
         routes = self._kinds_of_route()
         return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
-        """Roles of each rank: the parts of the model that it can need."""
+        """Roles of each rank: the parts of the model that the rank needs for some clip."""
         encode, decode = set[int](), set[int]()
         experts: list[frozenset[int]] = [frozenset()] * self.world_size
         for route in self._kinds_of_route():
@@ -300,12 +304,12 @@ class Layout(ParallelConfig):
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each rank in GiB; None if the costs have no memory."""
+        """Peak memory of each rank in GiB; None for a rank whose memory the costs do not give."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """Steps that each rank does of its clips, in the order of the ranks."""
+        """Steps that each rank runs of the clips that visit it, in the order of the ranks."""
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
@@ -342,9 +346,10 @@ class Layout(ParallelConfig):
         return stages
 
     def _decode_seconds(self, rank: int, writer: int) -> float:
-        """Return the seconds of `rank`, or of the pair whose first it is, for a decode.
+        """Return the seconds that a rank needs for its part of a clip's decode.
 
-        `writer` is the rank that finishes the clip.
+        `rank` also stands for the pair of which it is the first rank. `writer` is the rank that
+        finishes the clip.
         """
         if not self.decodes or (self.decode_parallel_size == 1 and rank != writer):
             return 0.0
@@ -358,10 +363,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Frames of a clip that each rank decodes, by the rank that finishes the clip.
+        """Shares of a clip's decode for each rank, by the rank that finishes the clip.
 
-        The first are those of that rank, then come those of the other rank of its pair, and of the
-        ranks before them.
+        The first share is for the rank that finishes the clip. The second rank of its pair is next,
+        and then come the earlier ranks of the replica.
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
@@ -379,9 +384,9 @@ class Layout(ParallelConfig):
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
     ) -> Route:
-        """Return a route, without stages that have no steps, except the first and the last stage.
+        """Return a route that skips stages without steps, except the first and the last stage.
 
-        With `all_stages` the route visits all stages.
+        With `all_stages`, the route visits all stages.
         """
         ranks, body = self.replica_ranks[replica], self.replica_size - self.num_decoders
         ranges = [
@@ -398,14 +403,14 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Cuts of each replica's clips; a single element if all ranks are alike."""
+        """Cuts of each replica's clips; a single element if all ranks have the same costs."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
-        """Yield each route that a clip can take, with 0 as the clip's index."""
+        """Yield each different route of a clip in this layout, with 0 as the index of the clip."""
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
@@ -414,22 +419,23 @@ class Layout(ParallelConfig):
 def assign_replicas(
     world_size: int, replica_size: int, ranks_per_host: int | None
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each replica, as many replicas as possible within one host.
+    """Assign ranks to replicas so that as many replicas as possible lie within one host.
 
-    The ranks that are left on the hosts form the other replicas, in order. With replicas of 2 ranks
-    on 2 hosts of 3 ranks each, one replica crosses hosts:
+    The remaining ranks of all hosts form the other replicas, in order. Example with replicas of 2
+    ranks on 2 hosts of 3 ranks each, where one replica crosses hosts:
 
         host 0: ranks 0 1 2      replicas (0, 1), (2, 5), (3, 4)
         host 1: ranks 3 4 5
 
     Args:
-        world_size: Number of ranks W.
-        replica_size: Number of ranks of each replica, which divides W.
-        ranks_per_host: Number of ranks on each host, which divides W. None: there is one host.
+        world_size: Number of ranks.
+        replica_size: Number of ranks of each replica, a divisor of `world_size`.
+        ranks_per_host: Number of ranks on each host, a divisor of `world_size`. None: there is only
+            one host.
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
-    # First the ranks of each host that form whole replicas, then those that are left.
+    # First come the ranks that form replicas within their host, then the remaining ranks.
     ranks = sorted(range(world_size), key=lambda rank: rank % on_host >= whole)
     firsts = range(0, world_size, replica_size)
     return tuple(sorted(tuple(ranks[first : first + replica_size]) for first in firsts))
@@ -446,7 +452,7 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
 
 
 def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
-    """Check that each of the ranks that decode a clip together has a chunk of frames.
+    """Check that a clip has at least as many chunks of frames as ranks that decode it together.
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.
@@ -457,14 +463,14 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
     """
     if decode_ranks > len(chunks):
         raise RequestError(
-            f"`decode_ranks` {decode_ranks} needs as many chunks of frames, and a clip of "
+            f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "
             f"{sum(chunks)} frames is decoded in {len(chunks)}",
-            f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, on "
-            "which the bits depend",
+            f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, which "
+            "changes the bits",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},
         )
 
 
 def _up_to(most: int) -> str:
-    """Return the whole numbers from 1 to `most` in words."""
+    """Return the text "1 to `most`", or "1" if `most` is 1."""
     return "1" if most == 1 else f"1 to {most}"

@@ -1,4 +1,4 @@
-"""Parallel configuration: the choices of a layout, and the option of each on the command line."""
+"""`ParallelConfig`: how ranks share the work, and the command-line option for each field."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LayoutName = Literal["auto", "pipeline", "data-parallel"]
 
 
 def canonical_split(split: Any) -> Any:
-    """Return the present name of a split; `dithered` is a former name of `alternating`.
+    """Return the current name of a split; `dithered` is the former name of `alternating`.
 
     Args:
         split: Value from a user or a file, which need not be the name of a split.
@@ -27,26 +27,27 @@ def canonical_split(split: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutOption:
-    """Option for a field of `ParallelConfig`, for the command line, benchmarks and JSON."""
+    """Name, help and values of a field of `ParallelConfig` on the command line and in JSON."""
 
     name: str
     """Name in Python, JSON and benchmarks; the command line has dashes in place of underscores."""
     help: str
     metavar: str = ""
     choices: tuple[str, ...] = ()
-    """Values on the command line; empty: any of the field's type."""
+    """Values that the command line accepts; empty: any value of the field's type."""
     shown_default: str = ""
-    """Default, in words, for the help; empty for a flag."""
+    """Description of the default for the help text; empty for a flag."""
     chosen_by: tuple[Literal["auto", "data-parallel", "compare"], ...] = ()
-    """Settings that choose the field, so that a user cannot: a name of `--layout`, or `compare` for
-    `plan --compare`."""
+    """Settings that choose the value of the field themselves, so that a user cannot set it: a value
+    of `--layout`, or `compare` for `plan --compare`."""
 
     in_json: bool = True
-    """Whether JSON always has the field; `plan` adds others for models that they concern."""
+    """Whether the JSON of clips and plans always has the field. False: only plans for models with
+    two experts have it."""
 
     @property
     def flag(self) -> str:
-        """Option as users type it, such as `--decode-ranks`."""
+        """Command-line option of the field, such as `--decode-ranks`."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -54,16 +55,17 @@ _ALL_CHOOSE: Any = ("auto", "data-parallel", "compare")
 
 
 def _option(**about: Any) -> dict[str, LayoutOption]:
-    """Return the metadata of a field with this option."""
+    """Return the dataclass metadata of a field with a `LayoutOption` from these arguments."""
     return {"option": LayoutOption(**about)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Choices of a layout: how the ranks share the work. A `Layout` applies them to clips.
+    """Configuration of how the ranks share the work. A `Layout` applies it to ranks and clips.
 
-    To add a choice, add a field here, and its meaning in `Layout`. The option of the command line,
-    the field of benchmarks, and the key in the JSON of clips, plans and `/v1/engine` are derived.
+    To add a way to share work, add a field here and implement its meaning in `Layout`. The option
+    of the command line, the field of benchmarks, and the key in the JSON of clips, plans and
+    `/v1/engine` are derived from the field.
     """
 
     split: Split = field(
@@ -78,7 +80,7 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Rule that cuts each clip's steps into ranges."""
+    """Rule that cuts the steps of each clip into ranges, one for each stage."""
     data_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -89,7 +91,8 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Number of replicas R: a divisor of the number of ranks, or of pairs."""
+    """Number of replicas R, which must divide the number of ranks (of pairs, if `cfg_parallel_size`
+    is 2)."""
     num_decoders: int = field(
         default=1,
         metadata=_option(
@@ -100,7 +103,8 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Number of ranks, or pairs, at the end of each replica that finish its clips in turn."""
+    """Number of ranks (or pairs) at the end of each replica that take turns in finishing the
+    replica's clips."""
     cfg_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -114,8 +118,9 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """Number of ranks that do each step together. With 2, ranks 2u and 2u + 1 are a pair, which
-    takes the place of a single rank: both do the same steps, each one branch of the guidance."""
+    """Number of ranks that run each step together. With 2, ranks 2u and 2u + 1 are a pair, which
+    replaces a single rank: both ranks run the same steps, and each evaluates one branch of the
+    guidance."""
     decode_parallel_size: int | None = field(
         default=None,
         metadata=_option(
@@ -127,10 +132,9 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """Number of ranks that decode each clip together, or as many as the clip has chunks of frames.
-    None: both ranks of a pair if a clip has several chunks, else one; decided when the
-        configuration
-    is resolved."""
+    """Largest number of ranks that decode a clip together; each decodes whole chunks of frames.
+    None: both ranks of a pair if a clip has several chunks, else one rank; this is decided when the
+    configuration is resolved."""
     share_experts: bool = field(
         default=False,
         metadata=_option(
@@ -139,13 +143,14 @@ class ParallelConfig:
             in_json=False,
         ),
     )
-    """Whether a rank of a longer replica can hold both experts; clips are then cut anywhere."""
+    """Whether ranks may hold both experts of a model, so that steps can be cut anywhere. False:
+    clips are cut where the expert changes, except in replicas of one rank."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by the names of their options, as the JSON of a clip has them."""
+        """Return the values of the fields by option name, as in the JSON of a clip."""
         options = layout_options().items()
         return {option.name: getattr(self, name) for name, option in options if option.in_json}
 
@@ -157,21 +162,22 @@ def layout_options() -> Mapping[str, LayoutOption]:
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename options to the fields of a `ParallelConfig`.
+    """Rename options to the fields of `ParallelConfig`.
 
     Args:
-        options: Values by the names of options, such as `replicas`; other names are kept.
+        options: Values by option name, such as `replicas`. Names that are no options are kept.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}
 
 
 def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
-    """Check that no given field is one that the requested layout chooses itself.
+    """Check that the user has set no field that the requested layout chooses itself.
 
     Args:
-        layout: Name of the layout; None: none is requested.
-        given: Given fields of a `ParallelConfig`; `cfg_parallel_size` can also be `auto`.
+        layout: Name of the requested layout; None: no layout is requested.
+        given: Fields of `ParallelConfig` that the user has set; `cfg_parallel_size` can also be
+            `auto`.
 
     Raises:
         RequestError: The layout chooses one of the given fields.

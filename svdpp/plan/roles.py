@@ -1,4 +1,4 @@
-"""Roles of a rank: the parts of the model that it uses."""
+"""`Roles`: the parts of the model that a rank uses."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Roles:
-    """Parts of the model that a rank uses. It does not load the others."""
+    """Parts of the model that a rank uses. A rank does not load the other parts."""
 
     encode: bool = False
     denoise: bool = False
     decode: bool = False
     experts: frozenset[int] = frozenset()
-    """Denoisers that its steps need, by index in `EXPERTS`; {0} if the model has one denoiser."""
+    """Denoisers that the rank's steps need, by index in `EXPERTS`; {0} if the model has one
+    denoiser."""
 
     def __post_init__(self) -> None:
         if self.denoise and not self.experts:
             object.__setattr__(self, "experts", frozenset({0}))
 
     def by_part(self) -> list[Roles]:
-        """Return the roles divided into one for each part; each expert is a part."""
+        """Return a `Roles` for each part of the model that the rank uses; each expert is a part."""
         experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 
     @property
     def part_names(self) -> list[str]:
-        """Names of the rank's parts: `encode`, `denoise` once for each expert, `decode`."""
+        """Names of the rank's parts: `encode`, `denoise` (once for each expert), `decode`."""
         return ["encode"] * self.encode + ["denoise"] * len(self.experts) + ["decode"] * self.decode

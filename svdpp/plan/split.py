@@ -1,7 +1,8 @@
-"""Rules that cut the denoising steps of a clip into ranges, one for each stage.
+"""Rules that split the denoising steps of a clip into ranges, one range for each stage.
 
-`uniform` makes equal ranges. `balanced` makes the slowest stage as fast as whole steps allow.
-`alternating` varies the ranges from clip to clip, so that on average all stages have equal work.
+`uniform` makes equal ranges. `balanced` makes the slowest stage as fast as possible with whole
+steps. `alternating` varies the ranges from clip to clip, so that all stages have equal work on
+average.
 """
 
 from __future__ import annotations
@@ -16,34 +17,38 @@ from typing import NamedTuple
 
 from svdpp.errors import RequestError
 
-#: Most denoising steps of a clip in a plan. A run has a lower limit, `config.limits.MAX_STEPS`.
+#: Largest number of denoising steps of a clip in a plan. Runs have a lower limit,
+#: `config.limits.MAX_STEPS`.
 MAX_PLANNED_STEPS = 65_536
 MAX_RANKS = 65_536
 
-#: Names of the experts. The first does the steps before the boundary, the second the others.
+#: Names of a model's two experts: the high-noise expert runs the steps before the boundary, the
+#: low-noise expert runs the steps after it.
 EXPERTS = ("high-noise", "low-noise")
 
-#: Cuts of one clip: 0, then the number of steps done after each stage; the last is N.
+#: Cuts of one clip: 0, followed by the number of finished steps after each stage; the last element
+#: is the number of steps of the clip.
 Cuts = tuple[int, ...]
 
-# Positions and phases are integers in units of 2^-64 steps, which are exact on all machines.
+# Positions and phases of cuts are integers in units of 2^-64 steps, so that all machines compute
+# the same cuts.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio, whose multiples modulo 2^64 are the most evenly spread additive sequence.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Relative gain below which a stage with encode or decode gets no steps, so that its rank need not
-# load the denoiser.
+# Relative gain in throughput below which a stage that encodes or decodes gets no steps, so that the
+# stage's ranks need not load the denoiser.
 _WORTH_A_UNET = 0.005
 
 
 class StepRange(NamedTuple):
-    """Range of a clip's steps that one rank does."""
+    """Range of a clip's steps that one rank runs."""
 
     rank: int
     start: int
-    """First step, which is the number of steps done before."""
+    """First step of the range; also the number of finished steps before the range."""
     end: int
-    """Step after the last one, which is the number of steps done afterwards."""
+    """Step after the last step of the range; also the number of finished steps after the range."""
 
     @property
     def num_steps(self) -> int:
@@ -53,34 +58,35 @@ class StepRange(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """Stage of a replica: one rank, or several that do clips in turn.
+    """Stage of a replica: one rank, or several ranks that take turns.
 
-    Clip q of the replica is done by `ranks[q % len(ranks)]`.
+    Clip q of the replica is processed by `ranks[q % len(ranks)]`.
     """
 
     ranks: tuple[int, ...]
     step_seconds: tuple[float, ...]
-    """Seconds of a step on each rank."""
+    """Seconds of a denoising step on each rank of the stage."""
     fixed_seconds: tuple[float, ...]
-    """Seconds of encode and decode of a clip on each rank."""
+    """Seconds of a clip's encode and decode on each rank of the stage; 0 if the stage does
+    neither."""
 
     def seconds(self, num_steps: int) -> float:
-        """Return the seconds between clips that leave the stage, by its slowest rank.
+        """Return the seconds between clips that leave the stage, set by the stage's slowest rank.
 
-        A rank that does every k-th clip can take k times as long for it.
+        If k ranks take turns, each rank can take k times as long for a clip.
 
         Args:
-            num_steps: Number of steps of each clip that the stage does.
+            num_steps: Number of steps that the stage runs of each clip.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the number of steps, not rounded, that each rank of the stage can do.
+        """Return the number of steps, as a fraction, that each rank can run within a period.
 
         Args:
             seconds: Seconds between clips of the replica.
-            most: Upper limit, the number of steps of a clip.
+            most: Upper limit of the result: the number of steps of a clip.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         left = seconds * len(self.ranks)
@@ -89,16 +95,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages of a replica, all or those of one expert, and the number of steps that they divide."""
+    """Stages that divide a number of steps: all of a replica, or those of one expert."""
 
     num_steps: int
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between clips, by the slowest stage that does steps.
+        """Return the seconds between clips, set by the slowest stage that runs steps.
 
         Args:
-            cuts: Cuts of the group, counted from 0.
+            cuts: Cuts of the group's steps, counted from 0.
         """
         counts = (after - before for before, after in pairwise(cuts))
         pairs = zip(self.stages, counts, strict=True)
@@ -106,10 +112,10 @@ class StageGroup:
 
 
 def join_cuts(each: Iterable[Cuts]) -> Cuts:
-    """Return the cuts of successive groups as cuts of the whole clip.
+    """Join the cuts of successive groups to cuts of the whole clip.
 
     Args:
-        each: Cuts of each group, counted from 0 in each.
+        each: Cuts of each group, which begin with 0 in each group.
     """
     whole = [0]
     for cuts in each:
@@ -122,12 +128,13 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     """Check that the steps of a clip can be split evenly over the stages.
 
     Args:
-        num_steps: Steps N of a clip.
+        num_steps: Number of steps of a clip.
         num_stages: Number of stages of a replica.
-        world_size: Number of ranks W. If it equals that of the stages, the error speaks of ranks.
+        world_size: Number of ranks. If it equals `num_stages`, the error says ranks, not stages.
 
     Raises:
-        RequestError: N is not divisible; the error names the nearest numbers that are.
+        RequestError: The steps cannot be split evenly; the error names the nearest possible
+            numbers.
     """
     if num_steps % num_stages == 0:
         return
@@ -150,14 +157,14 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Check that the counts are positive and within the limits of a plan.
+    """Check that the numbers of steps and ranks are positive and within the limits of a plan.
 
     Args:
-        num_steps: Steps N of a clip.
-        world_size: Number of ranks W.
+        num_steps: Number of steps of a clip.
+        world_size: Number of ranks.
 
     Raises:
-        RequestError: A count is not positive, or above its limit.
+        RequestError: A number is not positive, or is above its limit.
     """
     counts = (
         ("num_inference_steps", "steps", num_steps, MAX_PLANNED_STEPS),
@@ -172,11 +179,11 @@ def check_counts(num_steps: int, world_size: int) -> None:
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
-    """Return the largest number of ranks that divides the steps of a clip.
+    """Return the largest number of ranks that divides the number of steps of a clip.
 
     Args:
-        num_steps: Steps N of a clip.
-        at_most: Upper limit, 1 or more.
+        num_steps: Number of steps of a clip.
+        at_most: Upper limit of the result, 1 or more.
     """
     return max(world for world in range(1, at_most + 1) if num_steps % world == 0)
 
@@ -185,16 +192,16 @@ def divisors(number: int) -> list[int]:
     """Return all divisors of a number, in increasing order.
 
     Args:
-        number: 1 or more.
+        number: Whole number, 1 or more.
     """
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def uniform_cuts(group: StageGroup) -> Cuts:
-    """Return cuts, the same for every clip, that give each stage equally many steps.
+    """Return cuts, the same for every clip, that give each stage the same number of steps.
 
     Args:
-        group: Stages, whose number divides that of the steps.
+        group: Steps and stages; the number of stages must divide the number of steps.
     """
     count = group.num_steps // len(group.stages)
     return tuple(range(0, group.num_steps + 1, count))
@@ -203,10 +210,10 @@ def uniform_cuts(group: StageGroup) -> Cuts:
 def balanced_cuts(group: StageGroup) -> Cuts:
     """Return cuts, the same for every clip, that make the slowest stage as fast as possible.
 
-    Each step goes to the stage that would finish first with it. This greedy rule is optimal: the
-    slowest stage got its last step because every other stage would have been at least as slow with
-    it. A stage can get no steps. With 10 steps on 3 ranks, of which the last also decodes for the
-    time of 2 steps:
+    Each step goes to the stage that would finish first with one more step. This greedy rule is
+    optimal: the slowest stage got its last step because every other stage would have been at least
+    as slow with that step. A stage may get no steps. Example of 10 steps on 3 ranks, of which the
+    last also decodes for the time of 2 steps:
 
         rank 0 |0000|        steps 0:4
         rank 1 |0000|        steps 4:8
@@ -228,35 +235,35 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Cuts of a replica's clips: positions between steps, which each clip rounds differently.
+    """Cuts of a replica's clips: fractional positions, which are rounded differently in each clip.
 
-    A position c becomes floor(c + phase). The phases of successive clips are spread evenly over 0
-    to 1, so that the mean over clips is c, and the number of steps of a stage varies by at most
-    one. All positions of a clip have the same phase, which keeps them in order.
+    A position c becomes the cut floor(c + phase). The phases of successive clips are spread evenly
+    over 0 to 1, so that the mean of the cuts is c, and the number of steps of a stage varies by at
+    most one. All positions of a clip have the same phase, so that the cuts stay in order.
     """
 
     positions: tuple[Cuts, ...]
-    """Positions in units of 2^-64 steps, for each rank of the replica's last stage."""
+    """Positions of the cuts, in units of 2^-64 steps, for each rank of the replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
-        """Return the cuts of a clip; those of clip 0 are rounded to nearest.
+        """Return the cuts of a clip. For clip 0, positions are rounded to the nearest step.
 
         Args:
-            index: Index of the clip among those of its replica.
+            index: Index of the clip among the clips of the replica.
         """
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Return all pairs (turn, cuts) that a clip can have; a turn indexes `positions`."""
+        """Return all pairs (turn, cuts) that a clip can have; `turn` is an index of `positions`."""
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
-            # The cuts change at the phases where a position reaches the next integer.
+            # As the phase grows, the cuts change where a position reaches the next integer.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Return the mean number of steps that a rank does of its clips.
+        """Return the mean number of steps that a rank runs of each of its clips.
 
         Args:
             place: Index of the stage.
@@ -274,9 +281,9 @@ class ClipCuts:
 def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """Return cuts that give all stages of each group equal work on average.
 
-    If the ranks of the last stage differ in speed, the clips of each have their own positions.
-    Seven steps on two ranks of equal speed are cut at 3.5: some clips are cut at 4, others at 3,
-    and both ranks stay busy:
+    If the ranks of the last stage differ in speed, the positions of the cuts depend on the rank
+    that finishes the clip. Example of seven steps on two ranks of equal speed, with one position,
+    3.5: some clips are cut at 4 and some at 3, and both ranks stay busy:
 
         clip  phase  cut = floor(3.5 + phase)
         0     0.50   4                           rank 0 |00001112222333....|
@@ -285,21 +292,21 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
         3     0.35   3                           the phases are multiples of the golden ratio
 
     Args:
-        groups: Successive groups of a clip, such as those of two experts; all clips are cut between
-            them.
+        groups: Successive groups of stages, such as the stages of two experts. All clips are cut
+            between the groups.
     """
     by_group = [_positions_by_turn(group) for group in groups]
     turns = math.lcm(*map(len, by_group))
-    # Groups meet at whole steps, which rounding does not move.
+    # Groups meet at whole steps, which rounding does not change.
     joined = (join_cuts(each[turn % len(each)] for each in by_group) for turn in range(turns))
     return ClipCuts(tuple(joined))
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return the cut positions for each rank of the last stage; other stages have one rank.
+    """Return the positions of the cuts for each rank of the last stage; other stages have one rank.
 
-    The first or last stage gets no steps if they would gain too little. If a rank of the last stage
-    is slower, the earlier stages do more steps of its clips, in proportion.
+    The first or the last stage gets no steps if its steps would gain too little throughput. If a
+    rank of the last stage is slower, the earlier stages run more steps of that rank's clips.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -322,16 +329,17 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
 
 
 def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
-    """Return the least seconds between clips in which the stages can do all steps, by bisection.
+    """Return the shortest period (seconds between clips) in which the stages can run all steps.
 
-    Steps count as divisible. A stage whose encode or decode alone takes longer does none.
+    Steps count as divisible. A stage whose encode or decode alone takes longer than the period gets
+    no steps. The period is found by bisection.
 
     Args:
         group: Steps and stages.
-        free: Indices of stages that do no steps.
+        free: Indices of stages that run no steps.
 
     Returns:
-        Seconds between clips; infinity if no stage is left.
+        Seconds between clips; infinity if no stage can run steps.
     """
     num_steps = group.num_steps
     working = [stage for index, stage in enumerate(group.stages) if index not in free]
@@ -348,7 +356,10 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Return the sums of the shares, rounded to 2^-32 steps, because sums of floats have errors."""
+    """Return the cumulative sums of shares as positions, rounded to 2^-32 steps.
+
+    Rounding removes the errors of sums of floats.
+    """
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
 
@@ -362,8 +373,8 @@ def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
     Args:
         split: Name of the rule: "uniform", "balanced" or "alternating".
         whole: Steps of a clip, and all stages of the replica.
-        boundary: Step at which the expert changes, where all clips are cut; None: there is one
-            expert, or a rank can hold both.
+        boundary: Step at which the expert changes, where all clips are cut. None: the model has one
+            denoiser, or ranks can hold both experts.
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
@@ -380,12 +391,12 @@ def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
 
 
 def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
-    """Check that some division of the stages lets `uniform` split the steps of each expert.
+    """Check that `uniform` can split the steps of each expert, for some division of the stages.
 
     Args:
-        num_steps: Steps N of a clip.
-        num_stages: Stages of a replica.
-        boundary: Steps of the first expert.
+        num_steps: Number of steps of a clip.
+        num_stages: Number of stages of a replica.
+        boundary: Number of steps of the high-noise expert.
 
     Raises:
         RequestError: No division of the stages splits the steps of each expert evenly.
@@ -405,7 +416,10 @@ def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
 
 
 def _even_divisions(num_steps: int, num_stages: int, boundary: int) -> list[int]:
-    """Return the numbers of stages of the first expert that let both split their steps evenly."""
+    """Return the possible numbers of stages of the high-noise expert, for the uniform split.
+
+    With each of these numbers, the steps of both experts can be split evenly over their stages.
+    """
     fewer = [count for count in divisors(boundary) if count < num_stages]
     return [count for count in fewer if (num_steps - boundary) % (num_stages - count) == 0]
 
@@ -416,10 +430,10 @@ def _divide(
     seconds_of: Callable[[StageGroup], float],
     counts: Iterable[int] | None,
 ) -> tuple[StageGroup, StageGroup]:
-    """Divide the stages between the experts so that the slower group is as fast as possible.
+    """Divide the stages between two experts so that the slower group is as fast as possible.
 
     `seconds_of` returns the seconds between clips of a group, which do not grow with the number of
-    stages. `counts` are the possible numbers of stages of the first expert; None: any.
+    stages. `counts` are the possible numbers of stages of the high-noise expert; None: any number.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:
@@ -431,8 +445,9 @@ def _divide(
         return first <= second
 
     if counts is None:
-        # With more stages the first group gets faster and the second slower. The best count is next
-        # to the point where the first group becomes the faster one.
+        # With more stages, the first group becomes faster and the second group slower. The best
+        # count is at, or just before, the point where the first group becomes faster than the
+        # second.
         last = len(whole.stages) - 1
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)

@@ -1,1 +1,1 @@
-"""Verification: reference run, comparison and result, for new runs and finished clips."""
+"""Verification of new runs and of finished clips against a reference run of diffusers."""

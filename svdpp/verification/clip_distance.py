@@ -1,8 +1,8 @@
-"""Distance between the tensors of a finished clip and those of the reference.
+"""Comparison of the tensors of a finished clip with the tensors of the reference.
 
-A clip's files have only the hashes of its tensors. A clip that a pair of ranks made by dividing a
-batch is therefore made again by such a pair: if the hashes are the recorded ones, its tensors are
-compared. Frames that were written as PNG are read and compared.
+The files of a clip contain only hashes of tensors. A clip that a pair of ranks made by dividing
+batches is therefore made again by a pair. If the new hashes equal the recorded hashes, the new
+tensors are compared. Frames that were written as PNG files are read and compared.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Replace failed comparisons of hashes by comparisons of tensors, where these are available.
+    """Replace failed comparisons of hashes by comparisons of tensors, where tensors are available.
 
     Args:
-        tasks: Finished clips of one configuration.
-        results: Results of the clips so far, in the same order, which are changed in place.
-        reference: Store with final latents, frames and sound of the clips whose hashes differ, by
-            the index of the clip in `tasks`.
+        tasks: Finished clips with the same configuration.
+        results: Results of the clips so far, in the order of `tasks`, which are changed in place.
+        reference: Store with the reference's final latent, frames and sound of each clip whose
+            hashes differ, by the index of the clip in `tasks`.
         tolerance: Allowed difference of each element.
     """
     pending = [index for index, result in enumerate(results) if has_other_bits(result.checks)]
@@ -61,30 +61,30 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a tensor of the clip has another hash than the recomputed one."""
+    """Whether a tensor of the clip has another hash than the recomputed tensor."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make the clips again by a pair of ranks; return the error if that fails, else None."""
+    """Make clips again with a pair of ranks; return the error if this fails, otherwise None."""
     if not tasks:
         return None
     config = tasks[0].pair_config
     assert config is not None
     try:
         run_pipelined(config, [task.request for task in tasks], folder)
-    except SvdppError as error:  # such as a machine with one GPU
+    except SvdppError as error:  # for example, this machine has only one GPU
         return error
     return None
 
 
 class _StoredTensors:
-    """Tensors of a finished clip, as far as they are available.
+    """Those tensors of a finished clip that are available.
 
     Args:
         clip: Finished clip.
         remade: Store with the tensors of clips that were made again.
-        remade_index: Index of the clip in that store; None: it was not made again.
+        remade_index: Index of the clip in `remade`; None: the clip was not made again.
         steps: Number of steps of the clip.
     """
 
@@ -95,7 +95,7 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return the clip's latent, frames or audio; None if no tensor has the recorded hash."""
+        """Return the clip's latent, frames or audio; None if none has the recorded hash."""
         recorded = self._clip.metadata.get(_HASHES[what])
         found = None
         if self._remade_index is not None:
@@ -106,7 +106,7 @@ class _StoredTensors:
 
 
 def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
-    """Return the final latent, the frames or the audio of a clip; None if they were not kept."""
+    """Return a clip's final latent, frames or audio from a store; None if it was not kept."""
     name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
     return store.load(clip, name)[key] if store.has(clip, name) else None
 
@@ -124,7 +124,7 @@ def _measure_check(
     expected = load_stored_tensor(reference, index, check.what, stored.steps)
     ours = stored.tensor(check.what)
     if expected is None or ours is None or ours.shape != expected.shape:
-        why = "only its hash is stored, and it cannot be made again here"
+        why = "only the hash is stored, and the clip cannot be made again here"
         return replace(check, detail=why if error is None else f"{why}: {error}")
     kinds: dict[str, TensorKind] = {"latent": "final_latent", "frames": "frames", "audio": "audio"}
     location, axes = CheckLocation(index, stored.steps, 0), "FHWC" if check.what == "frames" else ""
@@ -141,7 +141,7 @@ def _measure_check(
 
 
 def _mark_latent_unknown(result: ClipVerification) -> None:
-    """Change the verdict on a latent that cannot be compared to unknown, if the frames could be."""
+    """Set the verdict on the latent to unknown if only the frames could be compared."""
     by_name = {check.what: check for check in result.checks}
     latent, frames = by_name["latent"], by_name["frames"]
     if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:

@@ -1,7 +1,7 @@
-"""Finished clips on disk: search for their files and inputs, and the check of a clip's file.
+"""Finished clips on disk: search for clips and their inputs, and the check of a clip's file.
 
-The user names a clip by its JSON, by its file (a video or a folder of frames), or by a folder that
-holds several clips. The files are untrusted: all that is read from them is limited and checked.
+The user names a clip by the clip's JSON, by its file (a video or a folder of frames), or by a
+folder of several clips. The files are untrusted, so sizes are limited and all values are checked.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ _VIDEOS = (".mp4", ".gif", ".webp")
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOnDisk:
-    """Finished clip and its metadata."""
+    """Paths and metadata of a finished clip on disk."""
 
     path: Path
-    """Path of the video or folder of frames; it need not exist."""
+    """Path of the video or of the folder of frames, which may be missing."""
     json_path: Path | None
-    """Path of the clip's JSON. None: it has none, and the metadata was read from its file."""
+    """Path of the clip's JSON. None: there is no JSON, and the metadata were read from the clip's
+    file."""
     raw: Mapping[str, Any]
-    """Metadata as it was read."""
+    """Metadata as they were read, without checks."""
     metadata: Mapping[str, Any]
-    """Metadata after the checks, with defaults for missing fields."""
+    """Checked metadata, with default values for missing fields."""
 
 
 def find_clips(inputs: Sequence[str]) -> list[Path]:
-    """Return the clips that `inputs` name, without duplicates.
+    """Return the finished clips that the user names, without duplicates.
 
     Args:
         inputs: Paths of clips or of folders with clips.
 
     Returns:
-        Path of each clip's JSON, or of its file if it has no JSON. Empty if the inputs are images.
+        Path of each clip's JSON, or of the clip's file if there is no JSON. Empty if the inputs are
+        images.
 
     Raises:
         RequestError: Some inputs are clips and others are not.
@@ -63,7 +65,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        if _is_of_run(path):  # a pattern such as out/* includes them
+        if _is_of_run(path):  # a pattern such as out/* includes these files
             continue
         if _has_frames_json(path):
             found.append(_preferred_path(path))
@@ -71,15 +73,15 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             clips = _clips_in(path)
             found += map(_preferred_path, clips)
             images += [] if clips else [path]
-        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # a missing file is reported later
+        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # missing files are reported later
             found.append(_preferred_path(path))
         else:
             images.append(path)
     if images and found:
         raise RequestError(
-            f"{str(found[0])!r} is a finished clip, {str(images[0])!r} is not: they are verified "
-            "in different ways",
-            "verify them in two commands",
+            f"{str(found[0])!r} is a finished clip, {str(images[0])!r} is not: finished clips and "
+            "images are verified in different ways",
+            "verify finished clips and images in two commands",
             details={"clip": str(found[0]), "other": str(images[0])},
         )
     if inputs and not (images or found):
@@ -89,13 +91,13 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """Read a clip's metadata.
+    """Read the metadata of a finished clip.
 
     Args:
-        path: Path of the clip's JSON, or of its file, which contains the metadata.
+        path: Path of the clip's JSON, or of the clip's file, which contains the metadata.
 
     Raises:
-        InputError: The file does not exist, or its metadata are not a clip's.
+        InputError: The file does not exist, or does not contain metadata of a clip.
     """
     if path.suffix == ".json":
         return _read_clip_json(path)
@@ -107,16 +109,16 @@ def read_clip(path: Path) -> ClipOnDisk:
 
 
 def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Path:
-    """Return the image or a further input that a clip was made from, found by its SHA-256.
+    """Find an input file of a finished clip, by the recorded SHA-256.
 
     Args:
         clip: Finished clip.
-        image: Path of the file, or of a folder that holds it. None: search the recorded path, then
-            the clip's folder.
-        name: `last_image`, or name of the further video; "": the image.
+        image: Path of the file, or of a folder that contains it. None: the file is searched for at
+            the recorded path, and then in the clip's folder.
+        name: Name of the input: `last_image`, or the name of a further video; "": the image.
 
     Raises:
-        InputError: No file in these places has the recorded hash.
+        InputError: No file in these places has the recorded SHA-256.
     """
     metadata, folder = clip.metadata, clip.path.parent
     suffixes: tuple[str, ...] = IMAGE_SUFFIXES
@@ -128,17 +130,17 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            image = None  # a path of a file names only the image
+            image = None  # the path of a file is meant for the image
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
-        hint = "`image` PATH names it"
+        hint = "`image` PATH names the file"
     recorded = located_path(path, folder)
     if image is None:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
     else:
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
     for found in dict.fromkeys(candidates):
-        with contextlib.suppress(InputError):  # the path is missing, or not a file
+        with contextlib.suppress(InputError):  # InputError: the path is missing, or is not a file
             if hashlib.sha256(inputs.read_bytes(found)).hexdigest() == wanted:
                 return found
     where = str(recorded if image is None else image)
@@ -152,8 +154,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
 def _read_clip_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
-    # The name of the JSON decides, not its content, so that a JSON describes only the file beside
-    # it. Up to svdpp 0.3 the name did not include the format.
+    # The clip's file is found by the name of the JSON, not by its content, so that a JSON always
+    # describes the file next to it. Until svdpp 0.3, the name did not include the format.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -161,7 +163,7 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether `path` has the name of a run's manifest, or of its table of clips."""
+    """Whether `path` has the name of a run's manifest or of a run's table of clips."""
     names = MANIFEST, CLIP_TABLE
     return path.name in names or path.name.endswith(tuple(f".{name}" for name in names))
 
@@ -191,13 +193,13 @@ def _clips_in(folder: Path) -> list[Path]:
 
 
 def _preferred_path(path: Path) -> Path:
-    """Return the clip's JSON if it has one, else its file: both names count as one clip."""
+    """Return the path of the clip's JSON if it exists, so that both names give one clip."""
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
     if json_path.exists():
         return json_path
-    old_path = path.with_suffix(".json")  # up to svdpp 0.3
+    old_path = path.with_suffix(".json")  # name until svdpp 0.3
     with contextlib.suppress(InputError):
         if old_path.exists() and _read_clip_json(old_path).path == path:
             return old_path
@@ -209,7 +211,7 @@ def _is_frames_folder(path: Path) -> bool:
 
 
 def _has_frames_json(path: Path) -> bool:
-    """Whether `path` is a folder whose JSON says that it holds a clip's frames."""
+    """Whether `path` is a folder of a clip's frames, according to the clip's JSON."""
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
@@ -223,15 +225,16 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     yield from (path for path in names if path.suffix.lower() in suffixes)
 
 
-# Least PSNR of equal clips that different versions of an encoder have encoded, over the clip, in a
-# frame and in a block. Versions agree above 40 dB at every --crf up to 30; different videos are far
-# below 30 dB. One altered frame or a logo lowers the mean little, but its own frame and block much;
-# in these, the presets of x264 agree above 28 dB and 27 dB wherever their mean is above 30 dB.
+# Smallest PSNR at which two encodings count as the same clip: for the whole clip, for each frame,
+# and for each block. Different versions of an encoder agree above 40 dB at every --crf up to 30,
+# while different videos are far below 30 dB. An altered frame or a logo lowers the PSNR of the clip
+# little, but the PSNR of the frame and the block much. Presets of x264 agree above 28 dB in each
+# frame and 27 dB in each block wherever they agree above 30 dB in the clip.
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
-_BLOCK = 32  # pixels
-_SIMILAR_SOUND = 0.01  # power of the difference, as a fraction of the sound's
+_BLOCK = 32  # side of a block in pixels
+_SIMILAR_SOUND = 0.01  # largest power of the difference / power of the sound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,25 +243,26 @@ class ClipCheck:
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
-    """Whether the check passes. None if that is unknown: only the hash of the latent is stored, and
+    """Whether the check passes. None: unknown, because only the hash of the latent is stored and
     the frames were compared within a tolerance."""
     recorded: str | None
-    """SHA-256 in the metadata; None if they have none."""
+    """SHA-256 in the metadata; None if the metadata have no such hash."""
     found: str | None
-    """SHA-256 of the recomputed tensor, or of the file; None if the file is missing."""
+    """SHA-256 of the recomputed tensor, or of the clip's file; None if the file is missing."""
     detail: str = ""
-    """Faults of the clip, or what was compared if there are none."""
+    """Description of the clip's faults, or of the comparison if there are no faults."""
     within: bool = False
-    """Whether the check passes only by the tolerance, with other bits."""
+    """Whether the check passes because of the tolerance, although bits differ."""
     max_abs_diff: float | None = None
-    """Largest difference from the reference; for frames and audio a fraction of the highest level.
-    None if the bits are equal, or only hashes could be compared."""
+    """Largest absolute difference from the reference; for frames and audio, a fraction of the
+    highest level. None if the bits are equal, or if only hashes could be compared."""
     max_ulp: int | None = None
-    """Largest difference in ULPs of the dtype, or in levels for frames and audio; None as above."""
+    """Largest difference in ULPs of the dtype; for frames and audio, in levels. None if the bits
+    are equal, or if only hashes could be compared."""
 
     @property
     def verdict(self) -> str:
-        """Result in words; a missing file is `different`."""
+        """Result of the check as a word or two; `different` if the file is missing."""
         if self.equal is None:
             return "unknown"
         if not self.equal:
@@ -269,11 +273,11 @@ class ClipCheck:
 def check_file(
     clip: ClipOnDisk, frames: Frames, sound: video.AudioSamples | None = None
 ) -> ClipCheck:
-    """Compare a clip's file, which may be missing, with its metadata and the recomputed frames.
+    """Compare a clip's file, which may be missing, with the metadata and the recomputed frames.
 
-    PNG files are lossless, so that their pixels must be the recorded ones. For other formats the
+    PNG files are lossless, so their pixels must equal the recorded frames. For other formats, the
     recomputed frames are encoded, and the two files are compared: pixels, sound, and properties
-    that players obey.
+    that affect how players show the clip.
 
     Args:
         clip: Finished clip.
@@ -293,7 +297,8 @@ def check_file(
         if difference is None or not difference.has_folders:
             found = video.file_sha256(clip.path)
         if found is not None and recorded not in (None, found):
-            faults.insert(0, "its sha256 is not the recorded one: it was changed or replaced")
+            changed = "the file's sha256 is not the recorded one: the file was changed or replaced"
+            faults.insert(0, changed)
         if difference is None:
             faults += _metadata_faults(clip)
             shown, wrong = _compare_lossy(clip, frames, sound)
@@ -324,8 +329,8 @@ def _compare_lossless(clip: ClipOnDisk) -> tuple[str, list[str]]:
     pixels = video.read_frames(clip.path, "frames")
     faults = video.folder_faults(clip.path)
     if video.frames_sha256(pixels) == clip.metadata["frames_sha256"]:
-        return "lossless: its pixels are the recorded frames, bit for bit", faults
-    return "", ["its pixels are not the recorded frames", *faults]
+        return "lossless: the pixels are the recorded frames, bit for bit", faults
+    return "", ["the pixels are not the recorded frames", *faults]
 
 
 def _compare_lossy(
@@ -339,12 +344,13 @@ def _compare_lossy(
         video.write_clip(frames, output, fps=metadata["fps"], metadata={}, audio=sound)
         ours, theirs = (video.read_frames(path, kind) for path in (clip.path, again))
         if kind == "mp4" and sound is not None and not _sound_alike(clip.path, again):
-            faults.append("its sound is not that of the recomputed samples")
+            faults.append("the sound is not that of the recomputed samples")
         faults += video.presentation_differences(clip.path, again, kind)
     if ours.shape != theirs.shape:
-        return "", [*faults, f"it holds {_describe_size(ours)} instead of {_describe_size(theirs)}"]
+        sizes = f"{_describe_size(ours)} instead of {_describe_size(theirs)}"
+        return "", [*faults, f"the file has {sizes}"]
     distance = _measure_distance(ours, theirs)
-    shown = f"{kind} is lossy: its pixels against those of the recomputed frames, encoded here"
+    shown = f"{kind} is lossy: pixels compared with those of the recomputed frames, encoded here"
     shown = f"{shown}: {distance.text}"
     return shown, faults if distance.is_similar else [*faults, shown]
 
@@ -359,7 +365,7 @@ def _sound_alike(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Distance:
-    """Distance between two videos."""
+    """Distance between the pixels of two videos."""
 
     psnr_db: float
     """PSNR of all frames together, in dB."""
@@ -396,7 +402,7 @@ def _measure_distance(ours: Frames, theirs: Frames) -> _Distance:
     rows, columns = np.arange(0, height, _BLOCK), np.arange(0, width, _BLOCK)
     sizes = np.outer(np.diff(rows, append=height), np.diff(columns, append=width))
     errors, worst_block, largest = list[float](), 0.0, 0
-    # Frame by frame, because int16 takes twice the memory of uint8.
+    # Frames are compared one at a time, because int16 takes twice the memory of uint8.
     for one, other in zip(ours, theirs, strict=True):
         difference = one.astype(np.int16) - other
         squares = np.square(difference, dtype=np.int32).mean(axis=2)

@@ -1,4 +1,4 @@
-"""Task and result of the verification of one finished clip."""
+"""Classes for the verification of a finished clip: the task and the result."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from svdpp.verification.clip_files import ClipCheck, ClipOnDisk
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationTask:
-    """Finished clip, and the request that recomputes it."""
+    """Finished clip to verify, and the request that recomputes the clip."""
 
     clip: ClipOnDisk
     config: PipelineConfig
     request: ClipRequest
     pair_config: PipelineConfig | None = None
-    """Configuration of two ranks that divide each batch. None: the clip was not made that way."""
+    """Configuration of two ranks that divide each batch, by which the clip was made. None: the clip
+    was made without dividing batches."""
 
     @property
     def num_steps(self) -> int:
@@ -32,27 +33,27 @@ class ClipVerification:
     """Result of the verification of one clip."""
 
     path: Path
-    """Path of the clip's file, or of the input that is not a clip."""
+    """Path of the clip's file, or the path from the user if it is not a clip."""
     checks: list[ClipCheck] = field(default_factory=list)
-    """Checks of the clip; empty if an error prevented them."""
+    """Checks of the clip; empty if an error prevented the verification."""
     error: SvdppError | None = None
-    """Error that prevented the verification; None if there was none."""
+    """Error that prevented the verification; None if the clip was verified."""
 
     @property
     def different(self) -> list[ClipCheck]:
-        """Failed checks."""
+        """Checks that have failed."""
         return [check for check in self.checks if check.equal is False]
 
     @property
     def verdict(self) -> str:
-        """Verdict in words: `bitwise equal`, `within tolerance` or `different`."""
+        """Verdict on the clip: `bitwise equal`, `within tolerance` or `different`."""
         if self.different:
             return "different"
         is_bitwise = all(check.equal and not check.within for check in self.checks)
         return "bitwise equal" if is_bitwise else "within tolerance"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; `equal` is None if an error prevented the verification."""
+        """Return the result as plain values; `equal` is None if an error occurred."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
         checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
@@ -60,7 +61,7 @@ class ClipVerification:
         return {"clip": str(self.path), **verdict, "checks": checks}
 
     def __str__(self) -> str:
-        """Return the verdict in one line."""
+        """Return the verdict on the clip as one line."""
         if self.error is not None:
             return f"not verified: {self.path}: {self.error}"
         if not self.different:
@@ -77,7 +78,7 @@ class ClipVerification:
 
     @property
     def differences(self) -> str:
-        """Failed checks, in words."""
+        """Description of the failed checks."""
         return ", ".join(
             f"{check.what} ({check.detail})" if check.detail else check.what
             for check in self.different

@@ -1,7 +1,7 @@
-"""Verification of finished clips: each is recomputed on one device and compared.
+"""Verification of finished clips, by recomputing each clip on one device.
 
-Three things are checked: whether diffusers computes the recorded latent, whether it computes the
-recorded frames (and sound), and whether the file on disk is the clip that the metadata describes.
+The checks are: whether diffusers computes the recorded latent; whether it computes the recorded
+frames (and sound); and whether the file on disk is the clip that the metadata describe.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ from svdpp.worker.tensor_files import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationSettings:
-    """Options of the verification; all other settings come from the clip's metadata."""
+    """User's options for the verification. All other settings come from the clip's metadata."""
 
     image: Path | None = None
-    """Path of the clip's image, or of a folder that holds all inputs. None: search for them."""
+    """Path of the clip's input image, or of a folder with all inputs. None: the inputs are searched
+    for."""
     local_files_only: bool = False
-    """Whether nothing is downloaded."""
+    """Whether only files on this machine are used, so that nothing is downloaded."""
     timeout: float = 600.0
     """Seconds without progress after which the reference counts as stalled."""
     start_timeout: float = 600.0
@@ -63,19 +64,19 @@ class VerificationSettings:
 def plan_verification(
     paths: Iterable[Path], settings: VerificationSettings
 ) -> tuple[list[list[VerificationTask]], list[ClipVerification]]:
-    """Read clips, check them, and group them by configuration before any work.
+    """Read and check finished clips, and group them by configuration.
 
     Args:
-        paths: Paths of the JSONs or files of finished clips.
-        settings: Options of the user.
+        paths: Paths of finished clips (of the file or the JSON of each clip).
+        settings: User's options for the verification.
 
     Returns:
-        Groups of tasks with one configuration, each of which loads the model once; and a result
-        with an error for each clip that cannot be recomputed.
+        Groups of tasks with equal configurations, so that the model is loaded once for each group;
+        and a result with an error for each clip that cannot be recomputed.
     """
     groups: dict[PipelineConfig, list[VerificationTask]] = {}
     failed = []
-    # Free memory is read once, so that the choice of a GPU is the same for all clips of a group.
+    # Free memory is read only once, so that the same GPU is chosen for all clips of a group.
     gpus = functools.cache(visible_gpus)
     for path in paths:
         try:
@@ -92,17 +93,16 @@ def verify_clips(
     observers: Sequence[Observer] = (),
     tolerance: Tolerance = BITWISE,
 ) -> list[ClipVerification]:
-    """Recompute clips of one configuration, one after the other, and compare each.
+    """Recompute finished clips with the same configuration, and compare the results.
 
     Args:
-        tasks: Tasks of one configuration, at least one.
+        tasks: Tasks with equal configurations, at least one.
         observers: Callbacks that get (0, event) for each event of the recomputation.
         tolerance: Allowed difference of each element, for clips whose tensors are available; see
             `clip_distance`.
 
     Returns:
-        Result of each clip. If an error ends the work, it is the error of all clips that are
-        left.
+        Result for each clip. If an error ends the work, it is the error of all remaining clips.
     """
     results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
@@ -130,13 +130,13 @@ def verify_clips(
             )
         except SvdppError as error:
             if isinstance(error, OutOfMemoryError):
-                error.hint = "its size and frames are fixed: verify it where there is more memory"
+                error.hint = "verify the clip on a machine with more memory"
             for result in results:
                 result.error = None if result.checks else error
         for index, check in files.items():
             try:
                 results[index].checks.append(check.result())
-            except SvdppError as error:  # such as a machine without ffmpeg
+            except SvdppError as error:  # for example, this machine has no ffmpeg
                 results[index].error = error
         if not tolerance.is_bitwise:
             measure_distances(tasks, results, TensorStore(folder), tolerance)
@@ -145,13 +145,13 @@ def verify_clips(
 
 def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
     exact = clip.metadata["exact"]
-    reason = "" if exact is True else "its metadata say: exact is unproven"
+    reason = "" if exact is True else "the clip's metadata say: exact is unproven"
     if clip.metadata.get("memory_pressure"):
-        reason = "GPU memory had run short when it was made: cuDNN may have used other kernels"
+        reason = "GPU memory was short when the clip was made: cuDNN may have used other kernels"
     elif recomputed.get("memory_pressure"):
-        reason = "GPU memory ran short in the reference: its bits may not be diffusers' usual ones"
+        reason = "GPU memory was short in the reference: cuDNN may have used other kernels"
     elif reason and clip.metadata.get("cfg_parallel", 1) > 1:
-        reason = "a pair divided a batch: a tolerance (atol) allows a distance"
+        reason = "a pair of ranks divided batches: use a tolerance (atol)"
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)
@@ -160,7 +160,7 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
 
     yield check("latent", "latents_sha256")
     yield check("frames", "frames_sha256")
-    # Silent clips have no hash of their sound, nor have those of svdpp 0.4.
+    # Clips without sound, and all clips of svdpp 0.4, have no hash of the sound.
     if clip.metadata.get("audio_sha256") is not None:
         yield check("audio", "audio_sha256")
 
@@ -193,7 +193,7 @@ def _new_task(
     except RequestError as error:
         raise RequestError(
             f"{name!r} was made on a CUDA device, and this machine has none",
-            "other devices give other bits: verify it on a machine with a CUDA device",
+            "other devices give other bits: verify the clip on a machine with a CUDA device",
             details={"clip": str(path), **error.details},
         ) from error
     photo = None if metadata["input"] is None else str(find_input_file(clip, settings.image))
@@ -252,9 +252,9 @@ def _lora(recorded: Mapping[str, Any]) -> Lora:
 
 
 def choose_device(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
-    """Return the device of the recorded kind with the most free memory, else `cuda:0`.
+    """Return the GPU of the recorded kind with the most free memory; `cuda:0` if there is none.
 
-    Other processes, such as a server's ranks, may use the other GPUs.
+    Free memory matters, because other processes, such as a server's ranks, may use some GPUs.
 
     Args:
         metadata: Metadata of the clip.
@@ -274,6 +274,6 @@ def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
         raise ModelError(
             f"the weights of model {display_name(clip.metadata['model'])} have changed since "
             f"{clip.path.name!r} was made",
-            "restore them, or make the clip again: svdpp run --overwrite",
+            "restore the weights, or make the clip again: svdpp run --overwrite",
             details={"clip": str(clip.path), "weights_fingerprint": recorded},
         )

@@ -1,7 +1,7 @@
-"""Reference process: diffusers' unmodified pipeline, one clip at a time, on one device.
+"""Reference process, which runs diffusers' unmodified pipeline on one device.
 
-The process has the settings of a rank and reports its times as a rank does. For the dummy model it
-is a plain loop over the same network.
+The process has the settings of a rank, and reports times as a rank does. For the dummy model, the
+reference is a plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ from svdpp.worker.tensor_files import (
 
 
 def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
-    """Compute the clips, and report each.
+    """Compute all clips of a verification, and report each clip to the parent.
 
     Args:
         device: Name of the device, such as `cuda:1`.
-        reporter: Sender of the events.
+        reporter: Sender of events to the parent.
         setup: Clips to compute, and tensors to keep.
 
     Raises:
-        OutOfMemoryError: The model or a clip does not fit.
+        OutOfMemoryError: The model or a clip does not fit into memory.
         InputError: A clip's input cannot be read.
     """
     begun, checkpoint, sampling = time.monotonic(), setup.checkpoint, setup.config.sampling
@@ -100,9 +100,9 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
 
 class _Recorder:
-    """Callbacks of the reference: report each clip's times as a rank does, and keep its tensors.
+    """Callbacks of the reference, which report times as a rank does, and keep tensors.
 
-    Kept tensors are copied from the device; without a folder none are kept.
+    Tensors are kept in host memory and written to a folder. Without a folder, no tensors are kept.
     """
 
     def __init__(self, setup: ReferenceSetup, device: str, reporter: Reporter) -> None:
@@ -110,7 +110,7 @@ class _Recorder:
         self._num_steps = setup.config.sampling.num_inference_steps
         self._device = torch.device(device)
         self._copies = SideStream(self._device)
-        # As in a rank: if GPU memory runs short, the bits of a clip prove nothing.
+        # As in a rank, a shortage of GPU memory is detected, because it can change the bits.
         self._memory_pressure = MemoryPressure(self._device)
         self._store = None if setup.folder is None else TensorStore(setup.folder)
 
@@ -164,14 +164,14 @@ class _Recorder:
         self._begun = self._mark = now
 
     def _now(self) -> float:
-        """Wait for the device, as a rank does before it measures, and return the time."""
+        """Wait until the device has finished its work, and return the current time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
 
 
 class _DummyReference:
-    """Reference for the dummy model, with the interface of `Reference`."""
+    """Reference for the dummy model, with the same method `run` as `Reference`."""
 
     def __init__(self, config: PipelineConfig, device: str) -> None:
         self._model = load_rank_model(config, None, device, Roles(encode=True, denoise=True))
@@ -195,7 +195,7 @@ class _DummyReference:
 
 
 class Reference:
-    """diffusers' unmodified pipeline, as a user of diffusers loads it, on one device."""
+    """Unmodified pipeline of diffusers on one device, loaded as a user of diffusers would."""
 
     def __init__(
         self, checkpoint: Checkpoint, model: ModelConfig, device: str, *, from_image: bool
@@ -219,19 +219,19 @@ class Reference:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        """Make one clip by the pipeline's `__call__`.
+        """Make one clip with the pipeline's `__call__`.
 
         Args:
             request: Seed, prompts and LoRAs of the clip.
             source: Image or frames, fitted to the clip's size; None: the clip starts from text.
             sampling: Resolved sampling parameters.
             before_steps: Callback before the denoiser's first call.
-            after_step: Callback after each step, which gets its index, its latent, the solver's
-                history and the predictions.
+            after_step: Callback after each step, which gets the index of the step, and the latent,
+                    the solver's history and the predictions as tensors by name.
 
         Returns:
             Final latent in the model's shape; frames, uint8 of shape (F, H, W, 3); and sound,
-            None if the model makes none.
+            or None if the model makes no sound.
         """
         pipe, spec = self.pipe, self._checkpoint.spec
         self._loras.activate(request.loras)
@@ -316,7 +316,7 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
 
 
 class _StepObserver:
-    """Observer of the steps of one call, in all its loops; it changes no tensor."""
+    """Observer of all steps of one pipeline call, which does not change any tensor."""
 
     latent: torch.Tensor
 
@@ -335,7 +335,7 @@ class _StepObserver:
         self._outputs: list[Any] = []
 
     def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the forward method of a denoiser; its first call marks the end of the encode."""
+        """Return a wrapper of a denoiser's `forward`; its first call ends the encode."""
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -395,5 +395,5 @@ class _StepObserver:
 
 
 def stack_frames(images: list[Image.Image]) -> Frames:
-    """Return a list of PIL images as one array, uint8 of shape (F, H, W, 3)."""
+    """Convert a list of PIL images to one array, uint8 of shape (F, H, W, 3)."""
     return np.stack([np.asarray(image, dtype=np.uint8) for image in images])

@@ -1,4 +1,4 @@
-"""Setup of the reference process, which the parent makes; imports no diffusers."""
+"""`ReferenceSetup`: what the parent sends to the reference process; imports no diffusers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class ReferenceSetup:
     checkpoint: Checkpoint | None
     """Checkpoint of the model; None for the dummy model."""
     requests: tuple[ClipRequest, ...]
-    """Requests of the clips, in order."""
+    """Requests for the clips, in the order in which the reference makes them."""
     steps: frozenset[int]
     """Numbers of steps after which the latent is kept."""
     folder: Path | None
-    """Folder for kept tensors; None: none are kept."""
+    """Folder for tensors that are kept; None: no tensors are kept."""
     predictions: bool
     """Whether the predictions of each branch of the guidance are kept."""

@@ -1,4 +1,4 @@
-"""Comparison of tensors, bitwise or within a tolerance, and the result of a verification."""
+"""Comparison of tensors, bitwise or within a tolerance, and the result of verifying a run."""
 
 from __future__ import annotations
 
@@ -22,56 +22,56 @@ Verdict = Literal["bitwise equal", "within tolerance", "different"]
 
 
 class CheckLocation(NamedTuple):
-    """Clip, step and rank to which a comparison belongs."""
+    """Clip, step and rank of a tensor that is compared."""
 
     clip: int
     step: int
-    """Number of steps done."""
+    """Number of finished steps."""
     rank: int
-    """Rank that computed the pipelined tensor."""
+    """Rank that computed the tensor in the pipelined run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of one tensor of the pipelined run with that of the reference."""
+    """Comparison of one tensor of the pipelined run with the reference's tensor."""
 
     clip: int
     what: TensorKind
-    """Kind of the tensor. `solver_history` is what a multistep solver keeps of earlier steps;
-    `prediction` is what one rank of a pair has sent to the other. These two kinds are listed only
-    if
-    their bits differ."""
+    """Kind of the tensor. `solver_history` is a tensor that a multistep solver keeps of earlier
+    steps. `prediction` is a tensor that one rank of a pair has sent to its partner. Tensors of
+    these two kinds are listed only if their bits differ."""
     step: int
-    """Number of steps done; for a prediction, the index of its step."""
+    """Number of finished steps; for a prediction, the index of the step."""
     rank: int
     """Rank that computed the pipelined tensor."""
     equal: bool
-    """Whether the check passes: every bit is equal, or every element within the tolerance."""
+    """Whether the check passes: every bit is equal, or every element is within the tolerance."""
     bitwise: bool
     """Whether every bit is equal."""
     max_abs_diff: float
-    """Largest absolute difference; infinite if one side has NaN there. For frames and audio it is a
-    fraction of the highest level."""
+    """Largest absolute difference of an element; infinite if one of the two elements is NaN. For
+    frames and audio, it is a fraction of the highest level."""
     max_ulp: int
-    """Largest distance in ULPs of the dtype; for frames and audio, in levels."""
+    """Largest difference of an element in ULPs of the dtype; for frames and audio, in levels."""
     first_index: tuple[int, ...] | None
-    """Index of the first element, in row-major order, that is beyond the tolerance; if none is, of
-    the first whose bits differ. None if all bits are equal."""
+    """Index of the first element (in row-major order) that is beyond the tolerance. If all elements
+    are within the tolerance, index of the first element whose bits differ. None if all bits are
+    equal."""
     num_beyond: int
     """Number of elements beyond the tolerance."""
     sha256: str
-    """SHA-256 of the pipelined tensor."""
+    """SHA-256, in hex, of the tensor of the pipelined run."""
     axes: str = ""
-    """Axes of the tensor, one letter each."""
+    """Axes of the tensor, one letter each, such as FHWC."""
     branch: int = -1
-    """Branch of the guidance that a prediction belongs to, 0 or 1; -1 for other tensors."""
+    """Guidance branch of a prediction, 0 or 1; -1 for other kinds of tensors."""
     psnr_db: float | None = None
     """Peak signal-to-noise ratio of a latent in dB, with the reference's largest value as the peak.
     None if the latents are equal, or the ratio is not finite."""
 
     @property
     def verdict(self) -> Verdict:
-        """Result of the check, in words."""
+        """Result of the check: `bitwise equal`, `within tolerance` or `different`."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
@@ -84,7 +84,7 @@ class Check:
 
     @property
     def place(self) -> str:
-        """Clip, tensor, step and rank, in words."""
+        """Description of the tensor, with clip, step and rank."""
         what = {
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
@@ -96,7 +96,7 @@ class Check:
         return f"clip {self.clip}, {what}, done by rank {self.rank}"
 
     def __str__(self) -> str:
-        """Return the place and size of the difference, in words."""
+        """Return a description of the difference: tensor, index of the first element, and size."""
         index = self.first_index or ()
         numbers = dict(zip(self.axes, index, strict=False))
         where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
@@ -106,58 +106,58 @@ class Check:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values; an infinite difference becomes None, as JSON has no infinity."""
+        """Return the check as plain values; an infinite difference becomes None."""
         difference = self.max_abs_diff if math.isfinite(self.max_abs_diff) else None
         return {**asdict(self), "verdict": self.verdict, "max_abs_diff": difference}
 
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """Result of a verification."""
+    """Result of verifying a pipelined run: all comparisons with the reference."""
 
     checks: tuple[Check, ...]
-    """Checks by clip, then in the order of the steps; at least one."""
+    """All checks (at least one), ordered by clip and then by step."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    """Hardware, libraries and settings of the ranks, on which the bits depend."""
+    """Hardware, libraries and settings of the ranks on which the bits depend, by name."""
     tolerance: Tolerance = BITWISE
     reference: str = "diffusers' sequential result"
     """Name of the reference in messages."""
     short_of_memory: tuple[Side, ...] = ()
-    """Sides on which GPU memory ran short. cuDNN may then have used another kernel, which can be
-    the cause of a difference."""
+    """Sides (`ranks`, `reference`) on which GPU memory ran short. cuDNN may then have used another
+    kernel, which can cause a difference."""
 
     @property
     def equal(self) -> bool:
-        """Whether every check passes: bitwise, or within the tolerance."""
+        """Whether every check passes, bitwise or within the tolerance."""
         return self.first_difference is None
 
     @property
     def bitwise(self) -> bool:
-        """Whether every bit is equal."""
+        """Whether all compared tensors are bitwise equal."""
         return all(check.bitwise for check in self.checks)
 
     @property
     def verdict(self) -> Verdict:
-        """Result in words."""
+        """Result of the verification: `bitwise equal`, `within tolerance` or `different`."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
     def max_abs_diff(self) -> float:
-        """Largest difference of any compared tensor."""
+        """Largest absolute difference in all compared tensors."""
         return self.largest.max_abs_diff
 
     @property
     def largest(self) -> Check:
-        """Check with the largest difference; if several have it, the first of them."""
+        """Check with the largest difference; the first one if several checks have it."""
         return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
 
     @property
     def first_difference(self) -> Check | None:
-        """First check that fails; None if all pass."""
+        """First check that fails; None if all checks pass."""
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        """Return the verdict as a sentence, with the largest difference and its place."""
+        """Return a sentence with the verdict, and with the largest difference, if any."""
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
@@ -188,7 +188,7 @@ class VerificationResult:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the verdict as plain values."""
+        """Return the result as plain values."""
         largest = self.largest.to_json()
         names = ("clip", "what", "step", "rank", "max_abs_diff", "max_ulp")
         return {
@@ -219,18 +219,18 @@ def compare_tensors(
     axes: str = "",
     tolerance: Tolerance = BITWISE,
 ) -> Check:
-    """Compare two tensors of one shape and dtype, in host memory.
+    """Compare two tensors with the same shape and dtype, in host memory.
 
     Args:
         what: Kind of the tensors. Frames (uint8) and audio (int16) are compared as levels.
         ours: Tensor of the pipelined run.
         theirs: Tensor of the reference, to which `tolerance.rtol` is relative.
         location: Clip, step, and rank that computed `ours`.
-        axes: Axes of the tensors, one letter each, which name the place of a difference.
+        axes: Axes of the tensors, one letter each, for the description of a difference.
         tolerance: Allowed difference of each element. Integers that are not levels must be equal.
 
     Raises:
-        ValueError: Shapes or dtypes differ.
+        ValueError: The tensors have different shapes or dtypes.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
@@ -242,7 +242,7 @@ def compare_tensors(
         # float32 represents levels exactly, and takes less memory.
         dtype = torch.float32 if what in _LEVELS else torch.float64
         scale, expected = _LEVELS.get(what, 1), theirs.to(dtype)
-        # Subtraction gives NaN for NaN and for two equal infinities.
+        # A difference is NaN if an element is NaN, and also for two equal infinities.
         difference = (ours.to(dtype) - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         difference = torch.where(differs, difference, 0.0)
         max_abs_diff = float(difference.max()) / scale
@@ -275,15 +275,16 @@ def _beyond(
     tolerance: Tolerance,
     scale: int = 1,
 ) -> torch.Tensor:
-    """Return a mask of the elements that differ by more than the tolerance."""
-    if tolerance.is_bitwise:  # -0 and 0 differ too
+    """Return a bool mask of the elements that differ by more than the tolerance."""
+    if tolerance.is_bitwise:  # without a tolerance, -0 and 0 differ too
         return differs
     allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
     return differs & (~(difference <= allowed) | difference.isinf())
 
 
 def _first_index(differs: torch.Tensor) -> tuple[int, ...]:
-    first = differs.flatten().byte().argmax()  # `nonzero` would take 8 bytes for each dimension
+    # `nonzero` would need 8 bytes per element and dimension.
+    first = differs.flatten().byte().argmax()
     return tuple(map(int, torch.unravel_index(first, differs.shape)))
 
 
@@ -294,17 +295,18 @@ def _psnr_db(difference: torch.Tensor, theirs: torch.Tensor) -> float | None:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bits as integers, in which -0 and 0 differ, and so do different NaNs."""
+    """Return the bits of a tensor as integers, so that -0 and 0 differ, as do different NaNs."""
     if not tensor.is_floating_point():
         return tensor
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Map each element to an integer, such that a difference of two integers counts ULPs.
+    """Map each element to an integer so that the difference of two integers is a number of ULPs.
 
-    Floats keep their order: negative floats become negative integers; see Bruce Dawson, "Comparing
-    Floating Point Numbers". Integers, such as the levels of pixels or audio, stay as they are.
+    The integers have the order of the floats: negative floats become negative integers; see Bruce
+    Dawson, "Comparing Floating Point Numbers". Integers, such as pixels or audio samples, do not
+    change.
     """
     if not tensor.is_floating_point():
         return tensor.int()

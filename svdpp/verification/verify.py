@@ -1,4 +1,4 @@
-"""Verification of a pipelined run against a sequential one, bit for bit at every transfer."""
+"""`verify`: compares a pipelined run with a sequential run, bit for bit at every transfer."""
 
 from __future__ import annotations
 
@@ -53,21 +53,22 @@ def verify(
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
 ) -> VerificationResult:
-    """Run `requests` pipelined, then sequentially, and compare the tensors of both runs.
+    """Make clips in a pipelined run and in a sequential run, and compare the tensors.
 
     The compared tensors are the latent at each transfer, the final latent, the frames and the
     sound. Each element may differ by atol + rtol * abs(expected), as in
     `torch.testing.assert_close`; by default every bit must be equal.
 
     Args:
-        config: Configuration of the pipelined run; the reference has the same model and parameters.
-        requests: Clips to make; their outputs are not written.
-        atol: Allowed absolute difference: for latents in their own units, for frames and sound as a
-            fraction of the highest level.
+        config: Configuration of the pipelined run. The sequential run has the same model and
+            parameters.
+        requests: Clips to make. No files are written for them.
+        atol: Allowed absolute difference: a difference of values for latents, a fraction of the
+            highest level for frames and sound.
         rtol: Allowed difference relative to the reference's element.
-        layout: Name of a layout; `auto` chooses the best one for these requests. None: that of
-            `config`.
-        fault: Function that each rank calls first, with its number: tests damage a rank by it.
+        layout: Name of a layout; `auto` chooses the best layout for these requests. None: the
+            layout of `config`.
+        fault: Function that each rank calls first, with its rank number; tests inject faults by it.
         observers: Callbacks that get (rank, event) for each event of the ranks.
         open_observer: Function that opens an observer for each of the two runs, which are called
             "pipelined" and "sequential".
@@ -135,13 +136,13 @@ def run_pipelined(
     fault: Callable[[int], object] | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Run `requests` pipelined, and keep the tensors that are compared.
+    """Make clips in a pipelined run, and keep the tensors that will be compared.
 
     Args:
         config: Configuration of the run.
-        requests: Clips to make; their outputs are not written.
-        folder: Existing folder for latents, frames and sound.
-        fault: Function that each rank calls first, with its number: tests damage a rank by it.
+        requests: Clips to make. No files are written for them.
+        folder: Existing folder in which latents, frames and sound are kept.
+        fault: Function that each rank calls first, with its rank number; tests inject faults by it.
         observers: Callbacks that get (rank, event) for each event of the ranks.
 
     Returns:
@@ -151,12 +152,12 @@ def run_pipelined(
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
     for observer in observers:
         pipeline.observe(observer)
-    # This host has the weights that its own ranks need; the reference needs all.
+    # This host has only the weights that its own ranks need. The reference needs all weights.
     if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
-    if pipeline.world is not None:  # this process was rank 0; the reference needs its memory
+    if pipeline.world is not None:  # this process was rank 0, and the reference needs the memory
         reset_peak()
     return [result.metadata for result in results]
 
@@ -169,18 +170,18 @@ def run_reference(
     tensor_folder: Path | None = None,
     observers: Sequence[Observer] = (),
 ) -> list[dict[str, Any]]:
-    """Compute each clip by diffusers' own pipeline, in a separate process.
+    """Compute clips with diffusers' unmodified pipeline, in a separate process.
 
     Args:
-        config: Configuration of the pipelined run; the reference uses one of its devices.
-        requests: Clips to make; their outputs are not written.
+        config: Configuration of the pipelined run. The reference uses one of its devices.
+        requests: Clips to make. No files are written for them.
         steps: Numbers of steps after which the latent is kept.
-        tensor_folder: Existing folder for these latents, the frames and the sound. None: no tensors
+        tensor_folder: Existing folder in which latents, frames and sound are kept. None: no tensors
             are kept.
         observers: Callbacks that get (0, event) for each event of the reference.
 
     Returns:
-        Metadata of each clip: its hashes, and whether GPU memory ran short.
+        Metadata of each clip: hashes of its tensors, and whether GPU memory ran short.
 
     Raises:
         RequestError: A request has sampling parameters of its own, or cannot be run.
@@ -188,7 +189,9 @@ def run_reference(
         RankError: The reference's process died or stalled.
     """
     if any(request.sampling is not None for request in requests):
-        raise RequestError("the reference computes no clips with sampling parameters of their own")
+        raise RequestError(
+            "the reference cannot make clips whose requests have sampling parameters"
+        )
     alone, checkpoint = resolve_config(config.single_rank())
     check_memory(alone, checkpoint, alone.layout.roles)
     setup = ReferenceSetup(
@@ -225,7 +228,7 @@ def run_reference(
 
 def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
     def compute(device: torch.device, reporter: Reporter) -> None:
-        # Imports diffusers, which takes seconds, only in the reference's process.
+        # This import takes seconds, and is needed only in the reference process.
         from svdpp.verification.reference import compute_all
 
         compute_all(str(device), reporter, setup)
@@ -236,7 +239,7 @@ def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """Comparison of the tensors that the ranks (`ours`) and the reference (`theirs`) kept."""
+    """Comparison of the tensors from the ranks (`ours`) with those of the reference (`theirs`)."""
 
     config: PipelineConfig
     ours: TensorStore
@@ -244,7 +247,7 @@ class _Comparison:
     tolerance: Tolerance
 
     def clip(self, clip: int) -> Iterator[Check]:
-        """Yield the checks of one clip, in the order of its steps."""
+        """Yield the checks of one clip, in the order of the clip's steps."""
         config = self.config
         num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
         yield from _first_failure(self._predictions(clip))
@@ -265,11 +268,11 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            if name in expected:  # some pipelines copy their scheduler; only one copy is compared
+            if name in expected:  # if a pipeline copies its scheduler, only one copy is compared
                 yield self._compare("solver_history", tensor, expected[name], location)
 
     def _predictions(self, clip: int) -> Iterator[Check]:
-        """Compare the predictions of the ranks of a pair with the reference's, in each step."""
+        """Compare the predictions of paired ranks with those of the reference, in each step."""
         if self.config.parallel.cfg_parallel_size == 1 or not self.theirs.has(
             clip, "step0_branch0"
         ):
@@ -294,7 +297,10 @@ class _Comparison:
 
 
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
-    """Return the first check that fails, else the first with a difference, else an empty list."""
+    """Return the first failed check in a list.
+
+    If no check has failed, the first check with other bits is returned, or an empty list.
+    """
     first = None
     for check in checks:
         if not check.equal:
@@ -309,6 +315,6 @@ def _latent_axes(config: PipelineConfig) -> str:
 
 
 def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """Return (rank, steps done) at the end of each range of steps."""
+    """Return pairs (rank, number of finished steps) for the end of each range of steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]

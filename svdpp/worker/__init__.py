@@ -1,1 +1,1 @@
-"""Ranks: main loop, execution of actions, and background threads."""
+"""Code of the rank processes: main loop, execution of actions, and background threads."""

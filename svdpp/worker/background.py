@@ -1,4 +1,4 @@
-"""Background threads of a rank: reports to the parent, images read ahead, files written."""
+"""Background threads of a rank, which send reports, read images ahead, and write files."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ _HEARTBEAT_SECONDS = 1.0
 
 
 class Reporter:
-    """Sender of a rank's events to the parent. Thread-safe.
+    """Sender of a rank's events to the parent. All methods are thread-safe.
 
     Args:
         channel: Channel to the parent.
-        other_host: Name of the rank's host, which errors of clips then name; empty on rank 0's
-            host.
+        other_host: Name of the rank's host, for errors of clips; empty if the rank runs on the host
+            of rank 0.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
         self.device = ""
-        """Device whose memory the heartbeats report; empty until the rank has one."""
+        """Device whose memory the heartbeats report; empty until the rank has a device."""
         self.writers: list[BoundedExecutor] = []
-        """Writer threads; heartbeats report whether one of them is busy."""
+        """Writer threads of the rank; heartbeats report whether one of the threads is busy."""
         self.sampler: StatsSampler | None = None
         """Sender of `RankStats`; None until the rank's links are open."""
         self._channel = channel
@@ -82,7 +82,7 @@ class Reporter:
         self._thread.start()
 
     def stop_sampling(self) -> None:
-        """Stop the samples for monitoring, after a last one."""
+        """Send a last sample for monitoring, and stop sampling."""
         if self.sampler is not None:
             self.sampler.stop()
 
@@ -100,11 +100,11 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set the position that heartbeats report; send one at once if action or waiting changes.
+        """Set the position that heartbeats report; send a heartbeat if action or waiting changes.
 
         Args:
             action: Current action; None: the rank has no work.
-            step: Current step of a DENOISE; -1: none.
+            step: Current step of a DENOISE; -1: the action has no steps.
             waiting: Whether the rank waits for a packet, an image or a disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
@@ -112,17 +112,17 @@ class Reporter:
             self.send(self._heartbeat())
 
     def set_phase(self, phase: str, peer: int = -1) -> None:
-        """Set the phase that heartbeats report before the rank has joined, and send one.
+        """Set the phase that heartbeats report before the rank has joined, and send a heartbeat.
 
         Args:
             phase: Phase in words, such as "loading the model".
-            peer: Rank to which this rank opens a link; -1: none.
+            peer: Rank to which this rank opens a link; -1: this rank opens no link.
         """
         self._now = Heartbeat(phase=phase, peer=peer)
         self.send(self._now)
 
     def report_transfer(self, transfer: Transfer) -> None:
-        """Report a packet that was received or sent."""
+        """Report that a packet was received or sent."""
         self.send(TransferDone(**transfer._asdict()))
 
     def send_tensor(self, name: str, data: bytes) -> None:
@@ -130,14 +130,14 @@ class Reporter:
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
-        """Report the error for which one clip is lost."""
+        """Report the error because of which one clip is lost."""
         record = error_to_dict(error)
         if self._other_host:
             record["message"] = f"on {self._other_host}: {record['message']}"
         self.send(ClipFailed(clip=clip, error=record))
 
     def report_failure(self, error: BaseException) -> None:
-        """Report the error by which the rank ends, and its position."""
+        """Report the error that ends the rank, and the rank's position."""
         self.send(
             Failed(
                 error=error_to_dict(limit_error(error) or error),
@@ -150,13 +150,16 @@ class Reporter:
     def _heartbeat(self) -> Heartbeat:
         memory = None
         if self.device:
-            with contextlib.suppress(OSError, RuntimeError):  # the heartbeat is sent without it
+            with contextlib.suppress(
+                OSError, RuntimeError
+            ):  # the heartbeat is then sent without memory
                 memory = bytes_in_use(self.device)
         writing = any(writer.is_busy() for writer in self.writers)
         return self._now.model_copy(update={"writing": writing, "memory_bytes": memory})
 
     def _send_all(self) -> None:
-        with contextlib.suppress(OSError):  # the parent has ended, and this process ends with it
+        # OSError: the parent has ended, and this process ends too.
+        with contextlib.suppress(OSError):
             while True:
                 self.send(self._heartbeat())
                 if self._stopped.wait(_HEARTBEAT_SECONDS):
@@ -165,15 +168,16 @@ class Reporter:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# Most queued calls: a slow disk makes the rank wait instead of filling its memory.
+# Largest number of queued calls of a writer thread. With a slow disk, the rank then waits and does
+# not fill its memory.
 _MAX_WAITING = 2
 
 
 class BoundedExecutor:
-    """Thread that runs calls in order, with a bounded queue; its current device is the rank's.
+    """Thread that runs calls in order on the rank's device, with a bounded queue.
 
-    An exception of a call is reported as the rank's failure, and raised again by a later `submit`
-    or `finish`.
+    An exception of a call is reported as the failure of the rank, and raised again by a later
+    `submit` or `finish`.
 
     Args:
         name: Name of the thread.
@@ -190,22 +194,22 @@ class BoundedExecutor:
         reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Queue a call; block while two others are queued or running.
+        """Queue a call; block while two earlier calls are queued or running.
 
         Raises:
-            BaseException: Exception of an earlier call.
+            BaseException: An earlier call has raised this exception.
         """
         while len(self._waiting) >= _MAX_WAITING:
             self._finish_first()
         self._waiting.append(self._thread.submit(self._reported, work, *arguments))
 
     def finish(self) -> None:
-        """Wait for all calls; raise the exception of one that failed."""
+        """Wait for all calls; raise the exception of the first call that failed."""
         while self._waiting:
             self._finish_first()
 
     def is_busy(self) -> bool:
-        """Whether a call is queued or running. Thread-safe."""
+        """Whether a call is queued or running. This method is thread-safe."""
         return any(not future.done() for future in list(self._waiting))
 
     def _reported(self, work: Callable[..., None], *arguments: object) -> None:
@@ -216,7 +220,7 @@ class BoundedExecutor:
             raise
 
     def _finish_first(self) -> None:
-        self._waiting[0].result()  # removed afterwards, because a running call counts as queued
+        self._waiting[0].result()  # removed only now, because a running call counts as queued
         self._waiting.pop(0)
 
 
@@ -224,7 +228,7 @@ class ClipWriter(BoundedExecutor):
     """Thread that writes clips, one at a time, in the order of `put`.
 
     Args:
-        reporter: Sender of `ClipDone`, or of the clip's error.
+        reporter: Sender of a `ClipDone` for each clip, or of an error.
         conditions: Conditions for the clips' JSON; see `worker.device.conditions_of`.
         device: Device of the rank.
         tensor_store: Store of frames and sound for verification; None: nothing is kept.
@@ -252,13 +256,13 @@ class ClipWriter(BoundedExecutor):
         decoded: torch.Tensor | None = None,
         audio: Audio | None = None,
     ) -> None:
-        """Queue a clip. Its tensors may be on the device, and still being computed.
+        """Queue a clip for writing. Its tensors may be on the device, and may not be computed yet.
 
         Args:
             job: Request and metadata of the clip.
             packet: Packet of the clip after its last step.
             decoded: Frames, uint8 of shape (F, H, W, 3), RGB; None: only the latent is hashed.
-            audio: Sound of the clip; None: the model makes none.
+            audio: Sound of the clip; None: the model makes no sound.
         """
         self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
 
@@ -302,8 +306,8 @@ class ClipWriter(BoundedExecutor):
         }
         output = job.request.output
         if output is not None and frames is not None:
-            # The JSON is written last, because it marks the clip as complete, and has the hash of
-            # the file.
+            # The JSON is written last, because it marks the clip as complete, and contains the hash
+            # of the video file.
             assert job.request.sampling is not None
             fps = job.request.sampling.fps
             sound = None if audio is None else (audio.samples.numpy(), audio.rate)
@@ -314,7 +318,7 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """Return metadata that mark a clip as unproven, because memory may have run short."""
+    """Return metadata that mark a clip as unproven, if GPU memory has run short."""
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -336,7 +340,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet under the key of its clip. Its tensors must not change afterwards."""
+        """Queue a packet for writing under a clip's key. Its tensors must not change afterwards."""
         self.submit(self._save, key, packet, record_event(self._device))
 
     def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:
@@ -361,12 +365,12 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader that prepares images in threads: one ahead of `take`, and one of `prepare_early`.
+    """Reader that prepares images in threads: the image of the next clip, and one early image.
 
     Args:
-        prepare: Function that does the part of an encode that needs no device, called in the
-            reader's threads.
-        device: Device of the rank.
+        prepare: Function for the part of an encode that needs no device. It is called in the
+            threads of the reader.
+        device: Device of the rank, which becomes the current device of the threads.
     """
 
     def __init__(
@@ -376,23 +380,25 @@ class ImageReader:
         self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
         self._ahead: dict[int, Future[PreparedInput]] = {}
         self._thread = streams.single_thread_executor("images", device)
-        # At most one image: the next one replaces it if its clip never comes.
+        # At most one early image is kept. If its clip never comes, the next early image replaces
+        # it.
         self._early: dict[_ImageKey, Future[PreparedInput]] = {}
         self._early_thread = streams.single_thread_executor("early images", device)
 
     def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Queue (clip, request) pairs in the order in which `take` will be called for them."""
+        """Queue (clip, request) pairs in the order in which `take` will be called for the clips."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Prepare the image of a clip that `enqueue` will get later.
+        """Begin to prepare the image of a clip that `enqueue` will get later.
 
         Args:
-            request: Request of the clip.
-            done: Callback that gets the seconds of the preparation; called in another thread.
+            request: Request for the clip.
+            done: Callback that gets the seconds that the preparation took. It is called in another
+                thread.
         """
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
@@ -400,16 +406,17 @@ class ImageReader:
         future.add_done_callback(lambda _: done(time.monotonic() - start))
 
     def take(self, clip: int) -> PreparedInput:
-        """Return the prepared image of a clip, and begin to read the next one.
+        """Return the prepared image of a clip, and begin to read the next clip's image.
 
         Args:
             clip: Next clip in the order of `enqueue`.
 
         Returns:
-            Prepared image; empty if the clip starts from text.
+            Prepared image; an empty dict if the clip starts from text.
 
         Raises:
-            InputError: The file is missing, damaged, or has changed since the request was checked.
+            InputError: The image file is missing or damaged, or has changed since the request was
+                checked.
         """
         future = self._ahead.pop(clip)
         try:

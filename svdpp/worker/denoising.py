@@ -1,4 +1,4 @@
-"""Execution of a DENOISE action: its steps, their checks, and the exchange within a pair."""
+"""Execution of a DENOISE action: the steps, checks of latents, and the exchange within a pair."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from svdpp.worker.tensor_files import solver_history
 
 
 class Denoising:
-    """Execution of one DENOISE. If the action has a peer, it is the `Partner` of the model's call.
+    """Execution of one DENOISE action; the model's `Partner` if the action has a peer.
 
-    Both ranks of a pair do the same at each step, and their messages cross:
+    Both ranks of a pair do the same in each step, and their messages cross:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
         rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
 
-    A rank that drops the clip sends a tombstone instead of its next prediction, because the other
-    rank has already posted the receive.
+    A rank that drops the clip sends a tombstone instead of its next prediction, because its partner
+    has already posted the receive.
 
     Args:
         context: Context of the rank.
@@ -47,10 +47,10 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Do and check the steps; the packet then has their result.
+        """Run and check the steps, and put the result into the packet.
 
         Raises:
-            ClipCancelledError: The clip was cancelled, or dropped by the other rank of the pair.
+            ClipCancelledError: The clip was cancelled, or the partner has dropped it.
             NotFiniteError: A latent contains NaN or infinity.
         """
         context, action, packet = self._context, self._action, self._packet
@@ -67,19 +67,19 @@ class Denoising:
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
         packet.memory_pressure |= context.memory_pressure.has_occurred()
-        if self.branch == 0:  # both ranks of a pair have the same latent
+        if self.branch == 0:  # the second rank of a pair has the same latent
             self._keep_latent()
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send this rank's prediction of a step, and return the other rank's.
+        """Send this rank's prediction for a step, and return the partner's prediction.
 
         Args:
-            step: Step of the clip.
-            evaluate: Function that returns this rank's prediction, by name.
+            step: Index of the step.
+            evaluate: Function that computes this rank's prediction, as tensors by name.
 
         Raises:
-            MismatchError: The other rank's prediction has another name, shape or dtype.
-            ClipCancelledError: The other rank has dropped the clip.
+            MismatchError: The partner's prediction has another name, shape or dtype.
+            ClipCancelledError: The partner has dropped the clip.
         """
         context, clip = self._context, self._action.clip
         pending = self._expected(step)  # the receive is posted before this rank's own evaluation
@@ -99,7 +99,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Drop the clip: send the other rank a tombstone instead of the next prediction."""
+        """Drop the clip: send the partner a tombstone instead of the next prediction."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)
@@ -111,7 +111,7 @@ class Denoising:
         return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        # The wait counts as a part of the step's time.
+        # The time of this wait is part of the step's time.
         self._context.reporter.set_position(self._action, step, waiting=True)
         packet = pending.wait(None if expected is None else lambda _: expected)
         self._context.reporter.set_position(self._action, step)
@@ -123,7 +123,7 @@ class Denoising:
         self._context.transport.send(packet, self._action.peer, "predictions")
 
     def _before_step(self, step: int) -> None:
-        """Check that the clip is not cancelled, and report the step that follows."""
+        """Check that the clip is not cancelled, and report that the rank begins `step`."""
         if step == self._action.end:
             return
         context, action = self._context, self._action
@@ -143,12 +143,15 @@ class Denoising:
 
 
 class StepChecks:
-    """Checks of the steps of one DENOISE, on CUDA one step late, so that the device never idles.
+    """Checks that the latents of one DENOISE are finite.
+
+    On CUDA, the check of a step is read one step later, so that the device never idles.
 
     Args:
         device: Device of the rank.
-        rank: Number of the rank, for the error.
-        on_done: Callback that gets each step that has passed, and its seconds on the device.
+        rank: Number of the rank, for error messages.
+        on_done: Callback after each step that has passed the check. It gets the step's index and
+            seconds on the device.
     """
 
     def __init__(
@@ -161,10 +164,10 @@ class StepChecks:
         self._queued: deque[tuple[int, AsyncFlag, AsyncFlag]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queue the check of the latent after `step`, and read the checks that are due.
+        """Queue the check of the latent after `step`, and read the results that are due.
 
         Raises:
-            NotFiniteError: A latent whose check was due contains NaN or infinity.
+            NotFiniteError: A latent of this or the previous step contains NaN or infinity.
         """
         now = AsyncFlag(self._device, torch.isfinite(latent).all())
         self._queued.append((step, self._last, now))
@@ -172,7 +175,7 @@ class StepChecks:
         self._read(keep=1 if self._device.type == "cuda" else 0)
 
     def finish(self) -> None:
-        """Wait for all checks.
+        """Wait for the results of all checks.
 
         Raises:
             NotFiniteError: A latent contains NaN or infinity.

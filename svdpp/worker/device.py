@@ -1,4 +1,4 @@
-"""Device of a rank: settings on which bits depend, memory, and the profile of a clip."""
+"""Device of a rank: settings on which bits depend, memory use, and a profiler of one clip."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from svdpp.plan.actions import Action, Kind
 
 
 def take_device(config: PipelineConfig, world: World) -> torch.device:
-    """Choose this rank's device, make it the thread's current device, and apply the settings.
+    """Choose this rank's device, make it the thread's current device, and apply torch's settings.
 
     Args:
         config: Configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
@@ -46,7 +46,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named(None, device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # a subclass of RuntimeError
+    except OutOfMemoryError:  # OutOfMemoryError is a subclass of RuntimeError
         raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
@@ -61,15 +61,16 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """Return the conditions on which a rank's bits depend, which are recorded with each hash.
+    """Return the conditions on which the bits of clips depend, for the metadata of clips.
 
     Args:
         config: Configuration of the pipeline.
-        checkpoint: Checkpoint of the model; None for the dummy.
+        checkpoint: Checkpoint of the model; None for the dummy model.
         device: Name of the rank's device.
 
     Returns:
-        JSON values by name: settings of torch; for a GPU also its model and library versions.
+        JSON values by name: settings of torch and, on a GPU, the GPU's model and the
+        versions of libraries.
     """
     conditions: dict[str, Any] = {
         "memory_format": "channels_last" if config.model.channels_last else "contiguous",
@@ -78,9 +79,12 @@ def conditions_of(
     }
     if device.startswith("cuda"):
         conditions |= _gpu_conditions(device)
-    part = "feature_extractor"  # the installed library decides on the class of SVD's
+    # The class of SVD's feature extractor depends on the installed libraries.
+    part = "feature_extractor"
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
-        from svdpp.models.engine.load import component_class  # imports diffusers: seconds
+        from svdpp.models.engine.load import (
+            component_class,
+        )  # takes seconds, as it imports diffusers
 
         conditions[part] = component_class(part, name).__name__
     return conditions
@@ -100,20 +104,20 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Number of retried and failed allocations by device, before the first `MemoryPressure` of this
-# process.
+# Number of retried and failed allocations on each device before this process created the first
+# `MemoryPressure`.
 _events_before: dict[torch.device, int] = {}
 
 
 class MemoryPressure:
     """Detector of shortages of GPU memory in this process.
 
-    If memory runs short, cuDNN silently falls back to a kernel with a smaller workspace, and the
-    bits change. It keeps that choice for all later calls of the same shape. After the first
-    shortage all clips of the process may therefore differ, also those of a later pipeline.
+    If memory runs short, cuDNN silently falls back to a kernel with a smaller workspace, which
+    changes the bits, and keeps this choice for all later calls with the same shapes. So after the
+    first shortage, all clips of the process may differ, even clips of a later pipeline.
 
     Args:
-        device: Device of the rank, after its model is loaded. On the CPU no shortage is detected.
+        device: Device of the rank, after the model is loaded. On the CPU, nothing is detected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +125,7 @@ class MemoryPressure:
         self._before = _events_before.setdefault(device, self._events())
 
     def has_occurred(self) -> bool:
-        """Whether an allocation of this process has ever been retried or failed."""
+        """Whether an allocation on the device has been retried or has failed."""
         return self._events() > self._before
 
     def _events(self) -> int:
@@ -136,8 +140,8 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
         device: Name of the device, such as `cuda:1`.
 
     Returns:
-        On CUDA, the peaks of the bytes in tensors and of those that torch's allocator reserved. On
-        the CPU, None and the peak of the resident set.
+        On CUDA, the peak of the bytes in tensors, and the peak of the bytes that torch's allocator
+        reserved. On the CPU, None and the peak of the resident set.
     """
     if device.startswith("cuda"):
         return (
@@ -148,46 +152,51 @@ def peak_bytes(device: str) -> tuple[int | None, int]:
 
 
 def bytes_in_use(device: str) -> int:
-    """Return the present bytes of this process: in tensors on CUDA, resident on the CPU."""
+    """Return this process's bytes in use: tensors on CUDA, or the resident set on the CPU."""
     if device.startswith("cuda"):
         return int(torch.cuda.memory_allocated(torch.device(device)))
     return status_bytes("VmRSS")
 
 
 def reset_peak() -> None:
-    """Free memory that an earlier run in this process has left, and reset the peaks."""
+    """Free memory that an earlier run in this process has left, and reset the memory peaks."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # if the kernel refuses, the old peak stays
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM to VmRSS; see proc(5)
+    with contextlib.suppress(OSError):  # the kernel may not permit this; then the old peak stays
+        # "5" resets the peak VmHWM to VmRSS; see proc(5).
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def status_bytes(name: str) -> int:
     """Return a size from /proc/self/status in bytes.
 
     Args:
-        name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM its peak.
+        name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM the peak of it.
     """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) * 1024
 
 
-# Name of each work that takes memory, and a hint about options that lower it. None: the load.
+# For each kind of work that needs memory: its name in messages, and a hint about options that need
+# less memory. The key None stands for loading the model.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
-    Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` lower it"),
+    Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` need less memory"),
     Kind.DENOISE: (
         "a denoising step",
-        "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` lower it",
+        "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` need less memory",
     ),
-    Kind.DECODE: ("decoding the frames", "a smaller `decode_chunk_size` lowers it"),
-    None: ("loading the model", "fewer ranks on this device, or no `dtype` fp32, lower it"),
+    Kind.DECODE: ("decoding the frames", "a smaller `decode_chunk_size` needs less memory"),
+    None: (
+        "loading the model",
+        "fewer ranks on this device, or another `dtype` than fp32, need less memory",
+    ),
     "reference": (
         "computing a clip in one process",
-        "fewer `num_frames`, a smaller `height` and `width` or `decode_chunk_size` lower it",
+        "fewer `num_frames`, a smaller `height`, `width` or `decode_chunk_size` need less memory",
     ),
 }
 
@@ -198,17 +207,18 @@ def out_of_memory_named(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Turn any error about a lack of memory into an `OutOfMemoryError` that names the work.
+    """Turn any out-of-memory error in the block into an `OutOfMemoryError` that names the work.
 
     Args:
-        doing: Current action, or the reference; None while the model loads.
+        doing: Current action, or "reference" for the reference of a verification; None while the
+            model loads.
         device: Device on which the block works; None: not known yet.
-        rank: Number of the rank; None: the process of the reference.
+        rank: Number of the rank; None: the block runs in the process of the reference.
 
     Raises:
-        OutOfMemoryError: Memory ran out. `details` has `device` and `rank`; clip and step of an
-            action; `requested_bytes` if the message has it (not those of Python and of CUDA's
-            libraries); and `free_bytes`, which is measured if the message does not have it.
+        OutOfMemoryError: Memory ran out. `details` has `device` and `rank`; for an action `clip`
+            and `step`; `requested_bytes`, if the original message contains the number; and
+            `free_bytes`, which is measured if the original message does not contain the number.
     """
     try:
         yield
@@ -223,13 +233,13 @@ def out_of_memory_named(
         if isinstance(doing, Action):
             details = {"clip": doing.clip, "step": doing.start, **details}
         if "free_bytes" not in details and "device" in details:
-            # A broken driver must not hide the error for the sake of this number.
+            # This number is optional, so a broken driver must not hide the original error.
             with contextlib.suppress(SvdppError, OSError, RuntimeError):
                 details["free_bytes"] = _free_bytes(details["device"])
-        if isinstance(error, OutOfMemoryError):  # the message names the work already
+        if isinstance(error, OutOfMemoryError):  # an OutOfMemoryError already names the work
             raise OutOfMemoryError(error.message, error.hint, details=details) from error
         kind = doing.kind if isinstance(doing, Action) else doing
-        other = (f"doing {doing}", "fewer ranks on this device lower it")
+        other = (f"doing {doing}", "fewer ranks on this device need less memory")
         work, hint = _MEMORY_OF.get(kind, other)
         message = f"out of memory while {work}: {first_line(error)}"
         raise OutOfMemoryError(message, hint, details=details) from error
@@ -243,21 +253,22 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     """Set torch's settings on which bits depend, before any work on the device.
 
     Args:
-        num_threads: Intra-op threads on the CPU, on which the rounding of sums depends.
+        num_threads: Number of intra-op threads on the CPU, on which the rounding of sums depends.
         device: Name of the device, such as `cuda:1`.
-        deterministic: Torch's strict mode: operations without a deterministic kernel raise an
-            error, and TF32 is off. False: torch keeps its own settings.
+        deterministic: Whether operations without a deterministic kernel raise an error, and TF32 is
+            off. False: torch's default settings are kept.
     """
     torch.set_num_threads(num_threads)
     if not deterministic:
         return
-    # Not by `use_deterministic_algorithms`, which imports Inductor: that takes seconds, and creates
-    # a folder.
+    # `use_deterministic_algorithms` is not called, because it imports Inductor, which takes seconds
+    # and creates a folder.
     torch.set_deterministic_debug_mode("error")
-    # Strict mode would fill new tensors with NaN, which costs a write and changes no result.
+    # Otherwise this mode fills new tensors with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
-        # One of two values that NVIDIA documents as reproducible. cuBLAS reads it at its first use.
+        # NVIDIA documents two values of this variable as reproducible. cuBLAS reads it when it is
+        # first used.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True
@@ -284,13 +295,13 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
 
 
 class ClipProfiler:
-    """Profiler of this rank's compute actions of one clip, by torch.profiler.
+    """Profiler that records a rank's compute actions for one clip with torch.profiler.
 
-    It profiles the second clip that the rank denoises, because caches are cold for the first. If
-    there is only one clip, it profiles that.
+    The profiled clip is the second clip that the rank denoises, because caches are cold for the
+    first clip. If there is only one clip, that clip is profiled.
 
     Args:
-        path: Path of the trace, which is written after the clip's last action.
+        path: Path of the trace, which is written after the clip's last compute action.
         device: Name of the rank's device.
     """
 
@@ -304,7 +315,7 @@ class ClipProfiler:
         self._last: Action | None = None
 
     def select_clip(self, actions: Sequence[Action]) -> None:
-        """Choose the clip among coming actions. Only the first call counts."""
+        """Choose the clip to profile among coming actions. Only the first call has an effect."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:
             chosen = clips[min(1, len(clips) - 1)]

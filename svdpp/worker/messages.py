@@ -1,6 +1,6 @@
-"""Messages between ranks and their parent, each a JSON object.
+"""Messages between the ranks and the parent process, each a JSON object.
 
-Fields called `error` are made by `errors.error_to_dict`.
+Fields named `error` contain the result of `errors.error_to_dict`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from pydantic import Base64Bytes, BaseModel, BeforeValidator, ConfigDict, Field
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
-#: Cause of a rank's wait: an image, a packet, a slow receiver (`send`), or the disk (`writer`).
+#: Cause for which a rank waits: an image to be prepared, a packet to arrive, a slow receiver
+#: (`send`), or the disk (`writer`).
 WaitCause = Literal["image", "packet", "send", "writer"]
 
 
@@ -21,7 +22,7 @@ def _parse_text(value: object) -> object:
     return Action.parse(value) if isinstance(value, str) else value
 
 
-#: Action, in JSON a list of its fields, or text as tests write it.
+#: Action, which is a list of its fields in JSON. Tests also write it as text.
 ActionField = Annotated[Action, BeforeValidator(_parse_text)]
 
 
@@ -29,42 +30,42 @@ class _Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     def to_bytes(self) -> bytes:
-        """Return the message as JSON in ASCII, with the name of its class.
+        """Return the message as ASCII JSON, with the name of its class as `kind`.
 
-        Python's encoder is used, because it escapes the bytes of file names that are not UTF-8,
-        which pydantic's encoder refuses.
+        Python's JSON encoder is used, because it escapes bytes of file names that are not UTF-8,
+        which pydantic's encoder rejects.
         """
         return json.dumps({"kind": type(self).__name__, **self.model_dump(mode="json")}).encode()
 
 
 class ClipJob(_Message):
-    """Request and metadata of one clip, for the ranks that make it."""
+    """Request and metadata of one clip, for the ranks that make the clip."""
 
     clip: int
     request: ClipRequest
-    """Request of the clip; its own sampling parameters, if it has any, are resolved."""
+    """Request for the clip. If it has its own sampling parameters, they are resolved."""
     metadata: dict[str, Any] = Field(default_factory=dict)
-    """Fields for the clip's JSON; empty except for the rank that finishes the clip."""
+    """Fields for the clip's JSON; empty for ranks that do not finish the clip."""
 
 
 class ClipBatch(_Message):
-    """Command to make further clips, whose indices are consecutive.
+    """Command to make further clips with consecutive indices.
 
-    Each rank gets all clips, also those that do not visit it, and derives its own actions
-    (`worker.routes`), which depend on the routes of neighbouring clips.
+    Each rank gets all clips, even clips that do not visit the rank, because a rank's actions depend
+    on the routes of neighbouring clips. Each rank computes its own actions (`worker.routes`).
     """
 
     jobs: tuple[ClipJob, ...]
 
 
 class PrepareImage(_Message):
-    """Command to prepare the images of a clip that a later `ClipBatch` will have."""
+    """Command to prepare the images of a clip that a later `ClipBatch` will contain."""
 
     request: ClipRequest
 
 
 class Stop(_Message):
-    """Command to stop. After the first one no work follows; after the second the rank may end."""
+    """Command to stop: after the first no work follows, after the second the rank may end."""
 
 
 class Cancel(_Message):
@@ -74,69 +75,71 @@ class Cancel(_Message):
 
 
 class Event(_Message):
-    """Base of the messages of a rank to its parent."""
+    """Base class of the messages that a rank sends to the parent."""
 
 
 class Started(Event):
-    """Device and conditions of the rank, sent before it loads the model."""
+    """Report of the rank's device and conditions, before the rank loads the model."""
 
     device: str
     uuid: str | None
-    """UUID of the GPU; None on the CPU."""
+    """UUID of the rank's GPU; None on the CPU."""
     conditions: dict[str, Any]
-    """Conditions on which bits depend; see `worker.device.conditions_of`."""
+    """Conditions on which the bits of clips depend; see `worker.device.conditions_of`."""
 
 
 class Heartbeat(Event):
-    """Sign of life of a rank, sent every second by a separate thread."""
+    """Report that a rank is alive, sent every second by a separate thread."""
 
     action: ActionField | None = None
-    """Current action; None between actions."""
+    """Current action of the rank; None between actions."""
     step: int = -1
-    """Current step; -1 outside of DENOISE."""
+    """Current step of a DENOISE; -1 during other actions."""
     waiting: bool = False
     """Whether the rank waits for a packet, an image or the disk."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
-    """Bytes in tensors on CUDA, resident set on the CPU; None before the rank has a device."""
+    """Bytes of tensors on CUDA, or of the resident set on the CPU. None: the rank has no device
+    yet."""
     phase: str = ""
-    """Phase of the start, in words; empty once the rank has joined."""
+    """Phase of the rank's start, such as "loading the model"; empty once the rank has joined."""
     peer: int = -1
     """Rank to which this rank opens a link during the start; -1: none."""
 
 
 class RankStats(Event):
-    """Sample for monitoring, sent every second by a separate thread. It does not show progress."""
+    """Sample of a rank's process and GPU for monitoring, sent every second by a separate thread."""
 
     sent_bytes: int
-    """Bytes of tensors sent to other ranks since the links are open: packets of clips, predictions
-    of a pair, frames."""
+    """Bytes of tensors (packets of clips, predictions, frames) sent to other ranks since the
+    start."""
     received_bytes: int
-    """Bytes of tensors received from other ranks since the links are open."""
+    """Bytes of tensors received from other ranks since the start."""
     resident_bytes: int
     """Bytes of the process's resident set."""
     allocated_bytes: int | None = None
-    """Bytes in tensors on the GPU; None on the CPU."""
+    """Bytes of tensors on the GPU; None on the CPU."""
     reserved_bytes: int | None = None
     """Bytes that torch's allocator holds on the GPU, including its cache; None on the CPU."""
     peak_reserved_bytes: int | None = None
     """Peak of `reserved_bytes`; None on the CPU."""
     gpu_load: float | None = None
-    """Fraction of NVML's last sampling period in which a kernel ran, 0 to 1; None without NVML."""
+    """Fraction of time in which a kernel ran on the GPU, in NVML's last sampling period, 0 to 1;
+    None without NVML."""
     gpu_memory_bytes: int | None = None
     """Bytes in use on the GPU by all processes; None without NVML."""
     gpu_watts: float | None = None
-    """Power of the GPU in watts; None without NVML."""
+    """Power draw of the GPU in watts; None without NVML."""
 
 
 class Joined(Event):
-    """Report that the rank's links are open and that it is ready for work."""
+    """Report that the rank's links are open and the rank is ready for work."""
 
     device: str
     """Name of the device, such as `cuda:1`."""
     load_seconds: float
-    """Seconds for which the model was loaded."""
+    """Seconds that loading the model took."""
     device_name: str = ""
     """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     clock_ahead: float = 0.0
@@ -149,19 +152,22 @@ class StepDone(Event):
     clip: int
     step: int
     seconds: float
-    """Seconds of the step on the device."""
+    """Seconds that the step took on the device."""
 
 
 class ActionDone(Event):
-    """Report of one ENCODE, DENOISE or DECODE. Times are seconds on the host's monotonic clock."""
+    """Report of one finished ENCODE, DENOISE or DECODE.
+
+    Start and end are in seconds on the monotonic clock of the rank's host.
+    """
 
     action: ActionField
     start: float
     end: float
     waited: float
-    """Seconds that the rank waited since the previous action."""
+    """Seconds that the rank has waited between the previous compute action and this one."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
-    """Seconds of `waited` by cause."""
+    """The seconds of `waited`, divided by cause."""
 
 
 class TransferDone(Event):
@@ -178,7 +184,7 @@ class TransferDone(Event):
 
 
 class ClipDone(Event):
-    """Report of a finished clip, whose file, if one was requested, is written."""
+    """Report of a finished clip. The clip's file, if one was requested, has been written."""
 
     clip: int
     metadata: dict[str, Any]
@@ -188,24 +194,24 @@ class ClipDone(Event):
 
 
 class PromptTruncated(Event):
-    """Report of a prompt that is longer than the model reads."""
+    """Report that a prompt has more tokens than the model reads."""
 
     clip: int
     text: str
-    """End of the prompt, which the model ignores."""
+    """The end of the prompt that the model ignores."""
 
 
 class CheckpointLost(Event):
-    """Report that latent checkpoints cannot be written; the clips go on.
+    """Report that a latent checkpoint cannot be written; the clip goes on without it.
 
-    It is sent for the first failure, and again only after a write has succeeded.
+    The report is sent for the first failure, and again only after a write has succeeded.
     """
 
     error: dict[str, Any]
 
 
 class StoredTensor(Event):
-    """Tensor to keep for verification, from a rank that may be on another host than the parent."""
+    """File of tensors to keep for verification, from a rank that may be on another host."""
 
     name: str
     """Name of the file in the tensor store."""
@@ -216,20 +222,20 @@ class ImageReady(Event):
     """Report that a rank has prepared the image of a clip that will be submitted later."""
 
     image: str | None
-    """Path of the image; None if the clip has none."""
+    """Path of the image; None if the clip has no image."""
     seconds: float
-    """Seconds that the preparation took."""
+    """Seconds that preparing the image took."""
 
 
 class ClipFailed(Event):
-    """Report of an error that loses one clip. The rank goes on with other clips."""
+    """Report of an error by which one clip is lost. The rank goes on with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Report from the last rank that all ranks have dropped a lost or cancelled clip."""
+    """Report of the last rank of a route that all ranks have dropped a lost or cancelled clip."""
 
     clip: int
 
@@ -240,19 +246,19 @@ class Failed(Event):
     error: dict[str, Any]
     traceback: str
     action: ActionField | None
-    """Current action; None between actions."""
+    """Action that failed; None between actions."""
     step: int
-    """Current step; -1 outside of DENOISE."""
+    """Step of a DENOISE that failed; -1 for other actions."""
 
 
 class Finished(Event):
-    """Report that a rank's work has ended after `Stop`, all packets received.
+    """Report that a rank has finished all work after `Stop`, and has received all packets.
 
-    A rank that ends without this report has failed.
+    A rank that exits without this report has failed.
     """
 
     allocated_bytes: int | None = None
-    """Peak bytes in tensors; see `worker.device.peak_bytes`."""
+    """Peak bytes of the rank's tensors; see `worker.device.peak_bytes`."""
     reserved_bytes: int | None = None
     """Peak bytes of the rank's memory; see `worker.device.peak_bytes`."""
 
@@ -261,7 +267,7 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """Return the command or event that `to_bytes` wrote.
+    """Return the command or event in bytes that `to_bytes` has returned.
 
     Raises:
         ValueError: The text is not JSON, or a field is missing, unknown or of another type.
@@ -272,11 +278,11 @@ def parse(message: bytes) -> Any:
 
 
 def describe_position(action: Action | None, step: int) -> str:
-    """Return a rank's position, such as " at clip 3, step 7 (...)"; empty between actions.
+    """Return a rank's position for messages, such as " at clip 3, step 7 (...)".
 
     Args:
-        action: Current action; None: none.
-        step: Current step of a DENOISE; -1: none.
+        action: Current action; None: the rank is between actions, and the result is empty.
+        step: Current step of a DENOISE; -1: the action has no steps.
     """
     if action is None:
         return ""

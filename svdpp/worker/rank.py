@@ -1,4 +1,4 @@
-"""Main loop of a rank: device, model, links, then the parent's commands until `Stop`."""
+"""Main loop of a rank: take the device, load the model, open links, run commands until `Stop`."""
 
 from __future__ import annotations
 
@@ -51,29 +51,30 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """Setup that every rank gets."""
+    """Configuration and paths that every rank gets when it starts."""
 
     config: PipelineConfig
-    """Resolved configuration."""
+    """Resolved configuration of the pipeline."""
     checkpoint: Checkpoint | None
     """Checkpoint of the model; None for the dummy model."""
     tensor_folder: str | None = None
-    """Folder for tensors to verify; None: none are kept."""
+    """Folder for tensors that are kept for verification; None: no tensors are kept."""
     latents_folder: str | None = None
-    """Folder for latent checkpoints; None: none are written."""
+    """Folder for latent checkpoints; None: no latent checkpoints are written."""
     profile_path: str | None = None
-    """Path of the torch.profiler trace of rank 0; None: no trace."""
+    """Path of the torch.profiler trace that rank 0 writes; None: no trace."""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each weight file on this host, by name; empty without latent checkpoints."""
+    """SHA-256 of each weight file on this host, in hex, by name; empty without latent
+    checkpoints."""
     fault: Callable[[int], object] | None = None
-    """Function that each rank calls first, with its number: tests damage a rank by it."""
+    """Function that each rank calls first, with its rank number; tests use it to inject faults."""
 
 
 def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
-    """Run a rank of a pipeline until it is told to stop.
+    """Run a rank of a pipeline until the parent sends `Stop`.
 
     Raises:
-        SvdppError: The rank failed; the error was reported to the parent.
+        SvdppError: The rank failed. The error has been reported to the parent.
     """
     if setup.fault is not None:
         setup.fault(launch.world.rank)
@@ -99,7 +100,7 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
 def run_rank(
     launch: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
-    """Take a rank's device, do its work, and report every error to the parent before raising it.
+    """Take a rank's device, run its work, and report each error to the parent before raising it.
 
     Args:
         launch: Context of the rank.
@@ -123,12 +124,12 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    if launch.world.launcher is not None:  # this process goes on; others exit at once
+    if launch.world.launcher is not None:  # a process that a launcher started goes on
         process_group.destroy()
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait for the parent's next `Stop`, and ignore cancellations, which come too late."""
+    """Wait for the parent's next `Stop`. Cancellations are ignored, because no work is left."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -141,7 +142,7 @@ def _prepared_stage(
     device: torch.device,
     commands: CommandReceiver,
 ) -> PipelineStage:
-    """Load the model, open the links and return the rank's stage."""
+    """Load the model, open the links to other ranks, and return the rank's `PipelineStage`."""
     config, rank, name = setup.config, launch.world.rank, str(device)
     conditions = conditions_of(config, setup.checkpoint, name)
     reporter.send(Started(device=name, uuid=gpu_uuid(name), conditions=conditions))
@@ -168,10 +169,10 @@ def _prepared_stage(
     reporter.set_position(None)
     tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:
-        # A rank that may be on another host sends its tensors.
+        # Secondary ranks can be on another host, so they send their tensors to the parent.
         send = reporter.send_tensor if is_secondary_rank(launch.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
-    # The second rank of a pair has the same latents as the first, which writes them.
+    # In a pair, both ranks have the same latents, and only the first rank writes them.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions, setup.weights)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
@@ -222,10 +223,10 @@ def load_rank_model(
 
     Args:
         config: Resolved configuration of the pipeline.
-        checkpoint: Checkpoint of the model; None for the dummy.
+        checkpoint: Checkpoint of the model; None for the dummy model.
         device: Name of the device for the weights.
-        roles: Roles of the rank; parts for other roles are not loaded.
-        rank: Number of the rank. A dummy model that sleeps takes its times from this rank's costs.
+        roles: Roles of the rank; only parts for these roles are loaded.
+        rank: Number of the rank, by which a dummy model that sleeps looks up its costs.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.
@@ -235,37 +236,38 @@ def load_rank_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         costs = config.costs if config.model.dummy_sleeps else None
         return DummyModel(latent, num_steps, torch.device(device), costs, rank)
-    from svdpp.models.engine import factory  # imports diffusers, which the dummy does not need
+    # This imports diffusers, which the dummy model does not need.
+    from svdpp.models.engine import factory
 
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# Number of actions by which a rank helps: RECV, DECODE and SEND_FRAMES of some frames of a clip.
+# Number of actions by which a rank helps another rank to decode a clip: RECV, DECODE, SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 
 def _is_help(action: Action) -> bool:
-    """Whether an action is the first by which a rank decodes some frames for another rank."""
+    """Whether an action is the first one by which a rank helps another rank to decode."""
     return action.kind is Kind.RECV and action.frames is not None
 
 
 class ActionQueue(deque[Action]):
-    """Queue of a rank's actions, which reorders them so that clips overlap.
+    """Queue of a rank's actions, which reorders actions so that clips overlap.
 
-    Clips that are submitted one at a time overlap like those of one list: a RECV at the start of a
-    new list is moved before the work of the last clip, if that has not begun.
+    Clips that are submitted one at a time then overlap like clips in one action list: a RECV at the
+    start of a new list is moved before the work on the last clip, if that work has not begun.
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
         queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
 
-    A rank that helps to decode clip c (RECV, DECODE and SEND_FRAMES of some frames) does so after
-    its steps of clip c + 1, if it has not begun to help. Otherwise it would idle until clip c has
-    passed the ranks in between.
+    If a rank helps another rank to decode clip c (RECV, DECODE and SEND_FRAMES of some frames),
+    these actions are moved after the rank's steps of clip c + 1, unless they have begun. Otherwise
+    the rank would idle until clip c has passed the ranks between the two ranks.
 
-    The help is moved behind one clip only, because ranks get their lists at different times. The
-    help with clip c then waits at most for steps of clip c + 1, and these wait at most for the help
-    with clip c on an earlier rank, so that ranks never wait for each other in a circle.
+    The helping actions are moved behind one clip only, because ranks get their lists at different
+    times. So the help with clip c waits at most for steps of clip c + 1, and these steps wait at
+    most for the help with clip c on an earlier rank. Ranks never wait for each other in a circle.
     """
 
     def holds(self, clip: int) -> bool:
@@ -273,7 +275,7 @@ class ActionQueue(deque[Action]):
         return any(action.clip == clip for action in self)
 
     def add(self, actions: Sequence[Action]) -> None:
-        """Add a list of actions of further clips."""
+        """Append the actions of further clips, and reorder actions so that clips overlap."""
         help_of_last = self._take_help(actions[0].clip - 1) if actions else []
         first_help = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
         visit, rest = actions[:first_help], actions[first_help:]
@@ -284,14 +286,14 @@ class ActionQueue(deque[Action]):
             self.extend(part)
 
     def _take_help(self, clip: int) -> list[Action]:
-        """Remove and return the help with `clip`, if it ends the queue; else an empty list."""
+        """Remove and return the actions that help to decode `clip`, if the queue ends with them."""
         start = len(self) - _HELP_ACTIONS
         if start < 0 or self[start].clip != clip or not _is_help(self[start]):
             return []
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """Return the index of the last clip's first action after its RECV."""
+        """Return the index in the queue of the last clip's first action after the RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -299,7 +301,7 @@ class ActionQueue(deque[Action]):
 
 
 class CommandReceiver:
-    """Receiver of the parent's commands: between actions and, for cancellations, between steps."""
+    """Receiver of the parent's commands, between actions; cancellations also between steps."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -316,12 +318,13 @@ class CommandReceiver:
         on_idle: Callable[[], None],
         prepare_image: Callable[[ClipRequest], None] = lambda _: None,
     ) -> Iterator[Action]:
-        """Yield this rank's actions until `Stop` has come and none is left.
+        """Yield this rank's actions until `Stop` has arrived and no action is left.
 
         Args:
-            take_batch: Callback that gets each batch on arrival, and returns this rank's actions.
+            take_batch: Callback that gets each `ClipBatch` on arrival, and returns this rank's
+                actions.
             on_idle: Callback that is called whenever no action is left.
-            prepare_image: Callback that gets requests whose images are to be prepared early.
+            prepare_image: Callback that gets the request of each `PrepareImage`.
         """
         self._take_batch, self._prepare_image = take_batch, prepare_image
         while True:
@@ -340,7 +343,7 @@ class CommandReceiver:
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled a clip that still has actions. Does not block."""
+        """Whether the parent has cancelled a clip that still has actions. Never blocks."""
         self._receive_all()
         return clip in self._cancelled
 
@@ -362,5 +365,5 @@ class CommandReceiver:
             case Stop():
                 self._is_stopped = True
             case _:
-                pass  # a cancelled clip whose actions this rank has done
+                pass  # a `Cancel` for a clip that this rank has already finished
         return True

@@ -1,4 +1,4 @@
-"""Objects that all actions of a rank share."""
+"""`RankContext`: objects that all actions of a rank share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from svdpp.worker.tensor_files import TensorStore
 
 
 class ClipCancelledError(Exception):
-    """Clip that was cancelled, or dropped by the other rank of a pair."""
+    """Error for a clip that was cancelled, or that the second rank of a pair has dropped."""
 
 
 @dataclass(kw_only=True)
@@ -30,9 +30,9 @@ class RankContext:
     checkpoint_writer: LatentCheckpointWriter | None = None
     profiler: ClipProfiler | None = None
     is_cancelled: Callable[[int], bool] = lambda _: False
-    """Whether the parent has cancelled a clip."""
+    """Function that returns whether the parent has cancelled a clip, given the clip's index."""
     tensor_store: TensorStore | None = None
-    """Store of latents and predictions for verification; None: nothing is verified."""
+    """Store that keeps latents and predictions for verification; None: the run is not verified."""
     memory_pressure: MemoryPressure = field(init=False)
     _copies: streams.SideStream = field(init=False)
 
@@ -41,7 +41,7 @@ class RankContext:
         self._copies = streams.SideStream(self.device)
 
     def check_not_cancelled(self, clip: int) -> None:
-        """Check that a clip was not cancelled.
+        """Check that the parent has not cancelled a clip.
 
         Raises:
             ClipCancelledError: The clip was cancelled.

@@ -1,4 +1,4 @@
-"""Routes of clips through the ranks, and the actions of each rank, derived from requests."""
+"""Routes of clips through the ranks, and the actions of each rank, computed from requests."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _CONFIGS_KEPT = 64
 
 
 class Router:
-    """Router of a pipeline's clips.
+    """Router that computes the route of each clip, and each rank's actions.
 
-    The parent and each rank have one and derive the same actions, so that only requests are sent to
-    the ranks. Ranks load their parts of the model and open their links at the start, which limits
-    the routes that a clip can take.
+    The parent and each rank have a router, and all of them compute the same actions, so that only
+    requests are sent to the ranks. Ranks load parts of the model and open links when they start,
+    which limits the routes of later clips.
 
     Args:
-        config: Resolved configuration.
-        checkpoint: Checkpoint of its model; None for the dummy model.
+        config: Resolved configuration of the pipeline.
+        checkpoint: Checkpoint of the model; None for the dummy model.
     """
 
     def __init__(self, config: PipelineConfig, checkpoint: Checkpoint | None) -> None:
@@ -36,11 +36,11 @@ class Router:
         self.config_with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def config_of(self, request: ClipRequest) -> PipelineConfig:
-        """Return the configuration of the clip of a resolved request."""
+        """Return the configuration for the clip of a resolved request."""
         return self._config if request.sampling is None else self.config_with(request.sampling)
 
     def route(self, clip: int, request: ClipRequest) -> Route:
-        """Return the route of a clip, from the first step that is not done.
+        """Return the route of a clip, beginning with the first step that is not finished.
 
         Args:
             clip: Index of the clip.
@@ -59,13 +59,13 @@ class Router:
                 if layout.num_steps == planned:
                     raise RequestError(
                         "with these parameters the model changes its expert at another step, and "
-                        "some ranks have not loaded the expert that they would need",
+                        "some ranks have not loaded the expert that they then need",
                         "use the pipeline's `flow_shift`",
                         details={"clip": clip},
                     )
                 raise RequestError(
-                    f"the ranks were started with `num_inference_steps` {planned}, and some have "
-                    f"not loaded what clips of {layout.num_steps} steps need",
+                    f"the ranks were started with `num_inference_steps` {planned}, and some ranks "
+                    f"have not loaded the components that clips of {layout.num_steps} steps need",
                     f"use {planned} steps, or start the ranks with `num_inference_steps` "
                     f"{layout.num_steps}",
                     details={
@@ -81,7 +81,7 @@ class Router:
         if config.sampling.from_image and not self._config.sampling.from_image:
             raise RequestError(
                 "the ranks were started for clips from text alone",
-                "set from_image in the pipeline's sampling parameters: such ranks make both",
+                "set from_image in the sampling parameters of the pipeline to make both kinds",
             )
         return config
 
@@ -92,7 +92,7 @@ class Router:
         )
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Return each rank's actions for resolved requests.
+        """Return the action list of each rank for clips with resolved requests.
 
         Args:
             requests: Resolved requests of the clips.
@@ -110,10 +110,11 @@ def resolve_clip_config(
     Args:
         sampling: Sampling parameters of the clip.
         config: Configuration of the pipeline.
-        checkpoint: Checkpoint of its model; None for the dummy model.
+        checkpoint: Checkpoint of the model; None for the dummy model.
 
     Raises:
-        RequestError: The model cannot make such a clip, or the ranks cannot divide its work.
+        RequestError: The model cannot make a clip with these parameters, or the ranks
+            cannot divide the work.
     """
     if checkpoint is None:
         frames = config.model.dummy_latent.shape[2]
@@ -124,7 +125,7 @@ def resolve_clip_config(
     boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(
-            f"the model has two experts, and one of them would do all {num_steps} steps",
+            f"the model has two experts, and one of them would run all {num_steps} steps",
             "use more `num_inference_steps`, or another `flow_shift`",
             details={"steps": num_steps, "expert_boundary": boundary},
         )
@@ -135,15 +136,15 @@ def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:
     leave_out = "leave `cfg_parallel` out"
     require(
         sampling.uses_guidance,
-        "`cfg_parallel` 2 gives each rank of a pair one branch of the guidance, and with these "
-        "parameters the guidance is off: each step has one branch",
+        "`cfg_parallel` 2 gives each rank of a pair one branch of the guidance, but with these "
+        "parameters the guidance is off",
         leave_out,
         cfg_parallel=2,
     )
     require(
         checkpoint.spec.branches is not None,
-        f"`cfg_parallel` 2 cannot divide the steps of {checkpoint.label}: they have more than two "
-        "evaluations, or use the first at once",
+        f"`cfg_parallel` 2 cannot divide the steps of {checkpoint.label}: the denoiser's calls for "
+        "the two branches of the guidance are not independent",
         leave_out,
         cfg_parallel=2,
     )

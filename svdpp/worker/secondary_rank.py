@@ -1,6 +1,7 @@
-"""Run of a rank other than 0 that a launcher started: it joins rank 0, and ends with it.
+"""Run of a secondary rank: a rank other than 0 that a launcher such as torchrun has started.
 
-This is not in `launch.rendezvous`, because it reads the events that it sends.
+A secondary rank connects to rank 0 and ends when rank 0 ends. The module is not part of `launch`,
+because it uses the event classes of `worker.messages`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from svdpp.worker.messages import (
     parse,
 )
 
-# Seconds before this rank exits, because a launcher shows the output of the rank that fails first,
-# which should be rank 0.
+# Seconds that this rank waits before it exits. A launcher shows the output of the rank that fails
+# first, which should be rank 0.
 _EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
 _SIGNAL_REPORT_SECONDS = 1.0
@@ -50,16 +51,16 @@ def run_secondary_rank(
     Args:
         entry: Entry point of the rank, such as `rank_main`.
         argument: Second argument of `entry`.
-        config: Configuration of the rendezvous; except for the rank, that of rank 0.
+        config: Configuration of the rendezvous, which is the same on all ranks except for the rank.
         device: Name of the rank's device, for messages.
         observers: Callbacks that get (rank, event) for each event of this rank.
-        say: Function that gets the last message; see `Pipeline.serve`.
-        ignores_signals: Whether the process survives INT, TERM and HUP. Rank 0, which gets them
-            too, then decides when the run ends.
+        say: Function that prints the rank's last message; see `Pipeline.serve`.
+        ignores_signals: Whether the process ignores INT, TERM and HUP. Rank 0 gets the same
+            signals, and decides when the run ends.
 
     Raises:
         RankError: Rank 0 cannot be reached, or does not respond in time.
-    RequestError: This rank's command line differs from that of rank 0.
+        RequestError: This rank's command line differs from that of rank 0.
     """
     process_lifetime.end_with_parent()
     if ignores_signals:
@@ -72,7 +73,7 @@ def run_secondary_rank(
     parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
-        pass  # rank 0 lets all ranks begin at once; if the connection is lost, the process exits
+        pass  # wait for rank 0's signal to begin; if the connection is lost, the process exits
     launch = LaunchContext(
         config.world,
         config.backend,
@@ -84,8 +85,8 @@ def run_secondary_rank(
     try:
         entry(launch, argument)
     except BaseException as error:
-        # The entry has reported the error, and rank 0 normally ends this process before the
-        # timeout.
+        # `entry` has reported the error to rank 0, which normally ends this process before the
+        # sleep is over.
         time.sleep(_REPORT_SECONDS)
         process_lifetime.exit_process(exit_code_of(error))
     parent.disconnect()
@@ -95,19 +96,19 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
     try:
         return rendezvous.measure_clock_offset(connection, time.monotonic() + seconds)
     except (OSError, EOFError) as error:
-        hint = "check whether it has ended, is stopped, or its host is down"
+        hint = "check whether rank 0 has ended or is stopped, or its host is down"
         raise RankError(
-            "rank 0 does not answer", hint, details={"peer": 0, "timeout_seconds": seconds}
+            "rank 0 does not respond", hint, details={"peer": 0, "timeout_seconds": seconds}
         ) from error
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report to rank 0 the error for which this rank cannot start.
+    """Report to rank 0 the error because of which this rank cannot start.
 
     Args:
         world: World that the launcher gives this process.
-        error: Error, from `errors.error_to_dict`.
-        timeout: Seconds to reach rank 0.
+        error: Error as a dict, from `errors.error_to_dict`.
+        timeout: Seconds after which the attempt to reach rank 0 is given up.
 
     Returns:
         Whether rank 0 could be reached.
@@ -121,7 +122,7 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     return True
 
 
-# Channel in use, for the thread that handles signals; at most one.
+# Channel in use, for the signal handler; a list of at most one element.
 _parents: list[_ParentChannel] = []
 
 
@@ -132,7 +133,7 @@ def _exit_on_signal(number: int) -> NoReturn:
 
 
 class _ParentChannel(ControlChannel):
-    """Channel to rank 0, whose thread exits this process at END, or if rank 0 is lost."""
+    """Channel to rank 0. Its thread exits this process when rank 0 sends END or is lost."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class _ParentChannel(ControlChannel):
             try:
                 super().send(message)
             except OSError as error:
-                # The kernel reports a timeout to only one call; later reads find the end of the
-                # data.
+                # The kernel reports a timeout to only one call. Later reads see the end of the
+                # stream.
                 self._has_timed_out |= not isinstance(error, ConnectionError)
                 raise
 
@@ -177,12 +178,12 @@ class _ParentChannel(ControlChannel):
         self._is_disconnected = True
         with socket.socket(fileno=self.connection.fileno()) as duplicate:
             with contextlib.suppress(OSError):
-                # Only for writing, so that rank 0 still reads the messages in flight.
+                # Only writing is shut down, so that rank 0 still reads the messages in flight.
                 duplicate.shutdown(socket.SHUT_WR)
             duplicate.detach()
 
     def report_signal(self, number: int) -> None:
-        """Report to rank 0 the signal by which this process ends; wait at most a second."""
+        """Report to rank 0 the signal that ends this process; wait at most a second."""
         if self._is_disconnected:
             return
         action, step = self._heartbeat.action, self._heartbeat.step
@@ -206,15 +207,15 @@ class _ParentChannel(ControlChannel):
                 self._commands.put(message)
         except (EOFError, OSError) as error:
             reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
-            with self._lock:  # a send in another thread may have got the timeout
+            with self._lock:  # a send in another thread may have seen the timeout
                 if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
                     reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)
-        except Exception as error:  # otherwise the process would never end
+        except Exception as error:  # after an uncaught error, the process would never end
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
     def _end(self, code: int, error: str | None) -> NoReturn:
-        if error is not None:  # rank 0 has printed it for the user
+        if error is not None:  # rank 0 has printed the error for the user
             self._say(f"{self._name} ends with the run: {error}", False)
             time.sleep(_EXIT_DELAY_SECONDS)
         process_lifetime.exit_process(code)
@@ -223,6 +224,8 @@ class _ParentChannel(ControlChannel):
         if not self._is_disconnected:
             where = describe_position(self._heartbeat.action, self._heartbeat.step)
             self._say(f"{reason}: {self._name} ends{where}", True)
-            if self._world.local_rank:  # the launcher ends all ranks of a host after the first one
+            if (
+                self._world.local_rank
+            ):  # when one rank of a host exits, the launcher ends the host's other ranks
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

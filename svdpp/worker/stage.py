@@ -1,4 +1,4 @@
-"""Execution of a rank's actions (encode, denoise, decode, send, receive) by model and transport."""
+"""`PipelineStage`: execution of a rank's actions, such as encode, denoise, decode and send."""
 
 from __future__ import annotations
 
@@ -42,21 +42,23 @@ from svdpp.worker.messages import (
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
 _FRAMES = "frames"
-# Maximum number of model objects: one for each set of sampling parameters, with shared components.
+# Maximum number of model objects that are kept, one for each set of sampling parameters. They share
+# the loaded components.
 _MODELS_KEPT = 8
-# Maximum number of kinds of packets whose first packet's tensor specs are remembered.
+# Maximum number of kinds of packets for which the tensor specs of the first packet are remembered.
 _KINDS_KEPT = 256
-# Prefix of tensors that the encode recorded, whose sizes may depend on prompt or image.
+# Prefix of the names of tensors that the encode recorded, whose sizes may depend on prompt or
+# image.
 _RECORD = "record."
 
 
 class PipelineStage:
-    """Stage of the pipeline on one rank. It performs the rank's actions.
+    """Stage of the pipeline on one rank, which executes the rank's actions.
 
     Args:
         context: Context of the rank.
         model: Model with the parts that the actions need.
-        sampling: Sampling parameters of clips whose requests have none.
+        sampling: Sampling parameters for clips whose requests have no sampling parameters.
     """
 
     def __init__(self, context: RankContext, model: VideoModel, sampling: SamplingConfig) -> None:
@@ -64,12 +66,12 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # Sends that the actions required since the rank was last idle. `idle` compares these with
-        # `Transport.sent`.
+        # Packets (clip, step) that the actions since the rank was last idle require to be sent, by
+        # peer and channel. `idle` compares them with `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Specs of the first packet's tensors, by kind of request and step.
+        # Tensor specs of the first packet of each kind (kind of request, and step).
         self._first_specs: dict[tuple[object, ...], Specs] = {}
-        # Clips that this rank will help to decode.
+        # Clips that this rank will help another rank to decode.
         self._helps: set[int] = set()
         self._images = ImageReader(self._prepare, model.device)
         self._jobs: dict[int, ClipJob] = {}
@@ -93,11 +95,11 @@ class PipelineStage:
         }
 
     def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
-        """Prepare for later calls of `run`: keep the actions' jobs, and begin to read images.
+        """Prepare for later calls of `run`: keep the jobs of the actions, and begin to read images.
 
         Args:
             actions: Actions of this rank for further clips.
-            jobs: Jobs of these clips, and perhaps of others.
+            jobs: Jobs of the clips of these actions, and perhaps of other clips.
         """
         own = {action.clip for action in actions}
         taken = {job.clip: self._with_sampling(job) for job in jobs if job.clip in own}
@@ -120,15 +122,15 @@ class PipelineStage:
     def run(self, action: Action) -> None:
         """Run one action.
 
-        An error that concerns one clip is reported. The clip's packet becomes a tombstone, which
-        tells later ranks to drop the clip.
+        An error that concerns only one clip is reported to the parent. The clip's packet becomes a
+        tombstone, which tells later ranks to drop the clip.
 
         Raises:
-            MismatchError: A packet is not the expected one.
+            MismatchError: A packet is not the expected packet.
             TransportError: A packet could not be sent or received.
             OutOfMemoryError: The device or the host has too little memory.
             DeviceError: The GPU failed.
-            ModelError: The model evaluates its guidance in a way that a pair cannot share.
+            ModelError: The model evaluates guidance in a way that a pair of ranks cannot share.
         """
         self._reporter.set_position(action)
         profiler = self._context.profiler
@@ -137,18 +139,18 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """Note that no action is left. The time until the next one does not count as a wait.
+        """Note that no action is left. The time until the next action does not count as a wait.
 
         Raises:
             MismatchError: This rank has sent other packets than its actions require. The sender
-                checks this, because a receiver would wait forever for a packet that is not sent.
+                checks this, because a receiver would wait forever for a packet that is never sent.
         """
         self._check_sends()
         self._waits = {}
         self._reporter.set_position(None)
 
     def finish(self) -> None:
-        """Wait until every packet has left and every clip is written.
+        """Wait until all packets have been sent and all clips have been written.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -197,7 +199,7 @@ class PipelineStage:
             try:
                 check_tensors(sent, self._expected(action, packet.tensors))
             except MismatchError as error:
-                why = f"has other tensors than its model: {error}".replace("sent", "found")
+                why = f"has other tensors than the model needs: {error}".replace("sent", "found")
                 raise writer.folder.unfit(
                     key, action.clip, action.start, name, why, **error.details
                 ) from error
@@ -208,16 +210,16 @@ class PipelineStage:
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _expected_latent(self, action: Action) -> TensorSpec:
-        """Return the spec that the clip's latent must have before an action, from the model."""
+        """Return shape and dtype that the clip's latent must have before an action."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
         """Return the specs of the tensors that the packet of an action must have.
 
-        The model gives the spec of the latent. The other tensors are results that the encode
-        recorded, and the packet's structure names them. All packets of one kind of request must
-        have the same tensors as the first packet.
+        The model determines the spec of the latent. All other tensors are results that the encode
+        has recorded, and the packet's structure lists them. All packets of one kind of request must
+        have the same tensors as the first packet of the kind.
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:
@@ -264,7 +266,7 @@ class PipelineStage:
         packet.next_step = action.end
 
     def _share(self, action: Action) -> None:
-        # A copy, because this rank goes on, and may drop the clip while the packet is being sent.
+        # A copy is sent, because this rank may drop the clip while the packet is being sent.
         self._send_packet(action, replace(self._packet(action)))
 
     def _send(self, action: Action) -> None:
@@ -285,7 +287,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the sender counts the earlier seconds
+            packet.compute_seconds = 0.0  # the rank that sent the packet counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             self._frames[action.clip] = model.decode(packet.tensors, action.frames)
@@ -317,7 +319,7 @@ class PipelineStage:
             self._frames[action.clip] = torch.cat(frames)
 
     def _expected_frames(self, action: Action) -> Specs:
-        """Return the spec of the frames that another rank decodes in the action."""
+        """Return shape and dtype of the frames that another rank has decoded for this action."""
         decoded, frames = self._frames[action.clip], action.frames
         assert frames is not None
         return {_FRAMES: TensorSpec((frames.end - frames.first, *decoded.shape[1:]), decoded.dtype)}
@@ -325,7 +327,7 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
-            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no others
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other tensors
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
                 self._context.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
@@ -334,7 +336,7 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """Wait for the packet of the action's clip; return a tombstone if the clip is cancelled."""
+        """Wait for the packet of an action's clip. If the clip is cancelled, return a tombstone."""
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -355,7 +357,7 @@ class PipelineStage:
 
     def _prepare(
         self, source: ModelInput, sampling: SamplingConfig
-    ) -> PreparedInput:  # in a thread
+    ) -> PreparedInput:  # called in a thread of the `ImageReader`
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:
@@ -383,7 +385,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the seconds of a compute action and of the waits before; add them to the clip."""
+        """Report the seconds of a compute action and of the waits before it."""
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -404,11 +406,11 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn an exception of an encode into an `InputError`, so that only this clip is lost.
+    """Turn an exception of an encode into an `InputError`, so that only one clip is lost.
 
     diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
-    process. The rank can then go on. Errors of CUDA or a lack of memory pass unchanged, and end the
-    rank.
+    process. The rank can go on after such an exception. Errors of CUDA and out-of-memory errors
+    pass unchanged, and end the rank.
     """
     try:
         yield
@@ -421,22 +423,23 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
         kind = type(error).__name__
         raise InputError(
             f"clip {action.clip} cannot be encoded: {kind}: {first_line(error)}",
-            "check its image and its prompt",
+            "check the clip's image and prompt",
             details={"clip": action.clip, "exception": kind, "cause": first_line(error)},
         ) from error
 
 
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
-    """Return the spec to check a received tensor against: the first packet's, or the packet's own.
+    """Return the spec that a received tensor must have, given the first packet of the same kind.
 
     A tensor that the encode recorded may have another shape than in the first packet, but not
     another dtype or number of dimensions. The structure may also have another shape, because it is
-    text that contains the shapes. All other tensors must be as in the first packet.
+    text that contains shapes. All other tensors must have the spec of the first packet.
 
     Args:
         name: Name of the tensor.
-        spec: Spec in the structure of the received packet; None: the structure lacks the tensor.
-        first: Spec in the first packet of the same kind.
+        spec: Spec of the tensor according to the structure of the received packet; None: the
+            structure lacks the tensor.
+        first: Spec of the tensor in the first packet of the same kind.
     """
     if spec is None or not (name == STRUCTURE or name.startswith(_RECORD)):
         return first

@@ -1,7 +1,7 @@
 """Samples of a rank's process and GPU for monitoring: bytes transferred, memory, load and power.
 
-They have a separate thread, because NVML blocks while a driver hangs, and heartbeats, by which a
-stalled rank is found, must go on.
+Samples are taken in their own thread. NVML can block while a driver hangs, and must not delay the
+heartbeats, which tell the parent that the rank is alive.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ class StatsSampler:
     """Thread that sends `RankStats` at its start, every second, and at its end.
 
     Args:
-        send: Callback that gets the samples. It is called in the thread, for the last sample in the
-            thread that calls `stop`.
+        send: Callback that gets each sample. It is called in the sampler's thread, and for the last
+            sample in the thread that calls `stop`.
         device: Device of the rank.
         uuid: UUID of the rank's GPU, with or without the prefix `GPU-`; None on the CPU.
-        moved: Function that returns the bytes that the rank has sent and received so far.
+        moved: Function that returns the numbers of bytes that the rank has sent and received so
+            far.
     """
 
     def __init__(
@@ -45,20 +46,21 @@ class StatsSampler:
         self._thread = threading.Thread(target=self._run, name="stats", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the sampling thread."""
         self._thread.start()
 
     def stop(self) -> None:
         """Stop the thread and send a last sample, with the GPU's values of the previous sample.
 
-        Waits at most a second for the thread, whose driver may hang.
+        The call waits at most a second for the thread, which a hanging driver may block.
         """
         self._stopped.set()
         self._thread.join(timeout=_SAMPLE_SECONDS)
         self._send(self._sample())
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError), gpus.open_nvml() as nvml:  # the parent has ended
+        # OSError: the parent has ended.
+        with contextlib.suppress(OSError), gpus.open_nvml() as nvml:
             handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
             while True:
                 self._gpu = {} if handle is None else read_gpu(nvml, handle)
@@ -111,7 +113,7 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     def read(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
-        except (nvml.NVMLError, AttributeError):  # an old GPU, driver or pynvml
+        except (nvml.NVMLError, AttributeError):  # an old GPU, driver or pynvml lacks the value
             return None
 
     rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")

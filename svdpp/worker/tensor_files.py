@@ -1,4 +1,4 @@
-"""Files of tensors: latent checkpoints at each transfer, and tensors kept for verification."""
+"""Files of tensors: latent checkpoints of clips, and tensors that are kept for verification."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from svdpp.media import output_files
 from svdpp.media.video import Frames
 from svdpp.models.base import STATE, Audio, Tensors
 
-#: Version of the files. Version 2 was used during development, partly with less content.
+#: Schema version of latent checkpoints. Version 2 was used only during development.
 _SCHEMA_VERSION = 3
 _KEY = re.compile(r"[0-9a-f]{64}")
 _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """Folder of packets, each named by a key and by the number of steps done.
+    """Folder of latent checkpoints: packets, each named by a key and the number of finished steps.
 
-    The key is a hash of all that bits depend on in the request. `load` refuses a packet that was
-    written under other conditions or with other weights.
+    The key is a hash of everything in the request on which the bits depend. `load` rejects a packet
+    that was written under other conditions or with other weights.
 
     Args:
-        folder: Folder, created when the first packet is saved.
+        folder: Folder of the files, which is created when the first packet is saved.
         conditions: Conditions of the rank; see `worker.device.conditions_of`.
-        weights: SHA-256, in hex, of the weight files on this host, by name; the key depends only on
-            their times and sizes. None: not compared.
+        weights: SHA-256, in hex, of the weight files on this host, by name. They are compared,
+            because the key depends only on times and sizes of these files. None: no comparison.
     """
 
     def __init__(
@@ -52,12 +52,12 @@ class LatentCheckpoints:
         self._weights = dict(weights or {})
 
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
-        """Write a packet, and remove those of earlier steps of its clip.
+        """Write a packet, and remove the packets of earlier steps of the same clip.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             packet: Packet whose tensors are on the CPU.
-            in_host_memory: Names of the tensors that `load` keeps on the CPU.
+            in_host_memory: Names of the tensors that `load` does not move to the rank's device.
 
         Raises:
             OutputError: The folder cannot be written.
@@ -65,7 +65,8 @@ class LatentCheckpoints:
         metadata = {
             "schema_version": _SCHEMA_VERSION,
             "next_step": packet.next_step,
-            # Unix time, because a monotonic clock starts again with the machine.
+            # Unix time is stored, because the monotonic clock starts again when the machine
+            # reboots.
             "begun_at": time.time() - (time.monotonic() - packet.begun_at),
             "compute_seconds": packet.compute_seconds,
             "memory_pressure": packet.memory_pressure,
@@ -78,8 +79,8 @@ class LatentCheckpoints:
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
-                # Not by `save_file`, which writes to a file of its own and then replaces the locked
-                # one; a killed rank would leave that file behind.
+                # `save_file` is not used: it writes to another temporary file and then replaces the
+                # locked file, and a killed rank would leave the other file behind.
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
@@ -87,8 +88,8 @@ class LatentCheckpoints:
         except (OutputError, SafetensorError, OSError) as error:
             reason = output_files.error_reason(error.__cause__ or error)
             raise OutputError(
-                f"no latent checkpoints in {str(self._folder)!r}: {reason}",
-                "clips go on without them, but cannot be resumed",
+                f"latent checkpoints cannot be written to {str(self._folder)!r}: {reason}",
+                "clips go on without latent checkpoints, but cannot be resumed",
                 details={
                     "folder": str(self._folder),
                     "clip": packet.clip,
@@ -104,14 +105,14 @@ class LatentCheckpoints:
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             clip: Index of the clip in this run.
-            step: Number of steps that were done.
-            name: Name of the clip; "": its index.
-            why: Reason, as the end of a sentence that begins with "its latent checkpoint".
+            step: Number of finished steps in the packet.
+            name: Name of the clip for the message; "": the clip's index is used.
+            why: Reason, as the end of a sentence that begins with "the latent checkpoint".
             details: Further details of the error.
         """
         path = checkpoint_path(self._folder, key, step)
         return InputError(
-            f"{name or f'clip {clip}'} cannot go on after step {step}: its latent checkpoint {why}",
+            f"{name or f'clip {clip}'} cannot go on after step {step}: the latent checkpoint {why}",
             f"rm {shlex.quote(str(self._folder))}/{key[:12]}*: the clip then starts again",
             details={"clip": clip, "step": step, "path": str(path), **details},
         )
@@ -122,9 +123,9 @@ class LatentCheckpoints:
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
             clip: Index of the clip in this run.
-            step: Number of steps that were done.
-            device: Device of the tensors, except those that were in host memory.
-            name: Name of the clip in errors; "": its index.
+            step: Number of finished steps in the packet.
+            device: Device of the returned tensors, except tensors that were in host memory.
+            name: Name of the clip for errors; "": the clip's index is used.
 
         Raises:
             InputError: The file is missing or damaged, or was written under other conditions or
@@ -133,17 +134,17 @@ class LatentCheckpoints:
         path = checkpoint_path(self._folder, key, step)
         unfit = partial(self.unfit, key, clip, step, name)
         if not path.exists():
-            raise unfit("is not there")
+            raise unfit("is missing")
         try:
             tensors, metadata = _read(path)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
             raise unfit(f"cannot be read: {output_files.error_reason(error)}") from error
         if metadata["sha256"] != _sha256(tensors):
-            raise unfit("is damaged: its tensors have another hash")
+            raise unfit("is damaged: the hash of its tensors is wrong")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
-            # Hosts without a common folder have only the weights of their own ranks, so only names
-            # that both have are compared.
+            # Hosts without a shared folder have only the weights of their own ranks, so only weight
+            # files that are known on both sides are compared.
             names = current.keys() | before.keys()
             if kind == "weights":
                 names = current.keys() & before.keys()
@@ -162,24 +163,24 @@ class LatentCheckpoints:
 
 
 def checkpoint_path(folder: Path, key: str, step: int) -> Path:
-    """Return the path of a packet after `step` steps, which need not exist."""
+    """Return the path for a packet after `step` steps. The file need not exist."""
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
 
 def list_checkpoints(folder: Path) -> set[tuple[str, int]]:
-    """Return (key, steps done) of all packets in a folder, which need not exist."""
+    """Return (key, finished steps) of all packets in a folder; empty if there is no such folder."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Return the numbers of steps of the packets of `key` in a folder, ascending."""
+    """Return the sorted numbers of finished steps of the packets with `key` in a folder."""
     return sorted(step for other, step in list_checkpoints(folder) if other == key)
 
 
 def remove_checkpoints(folder: Path, key: str) -> None:
-    """Remove all packets of `key`."""
+    """Remove all packets with `key` from a folder."""
     for step in saved_steps(folder, key):
         checkpoint_path(folder, key, step).unlink(missing_ok=True)
 
@@ -217,8 +218,8 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
     """Return the hash and the sample rate of a clip's sound, as metadata.
 
     Args:
-        audio: Sound in host memory, int16 of shape (N, channels). None: the clip has none, and the
-            result is empty.
+        audio: Sound in host memory, int16 of shape (N, channels). None: the clip has no sound, and
+            the result is empty.
     """
     if audio is None:
         return {}
@@ -228,13 +229,13 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
 class TensorStore:
     """Folder of tensors that a run keeps for verification, by clip and name.
 
-    The names are `step7` (the latent after seven steps, and a multistep solver's history),
-    `step7_branch0` (the prediction of step 7 for a branch of the guidance), `frames` and `audio`.
+    The names are `step7` (the latent after seven steps, and the history of a multistep solver),
+    `step7_branch0` (the prediction of step 7 for guidance branch 0), `frames` and `audio`.
 
     Args:
         folder: Existing folder.
-        send: Callback that gets the name and content of each file, to pass them to `put` in another
-            process. None: this process writes the files.
+        send: Callback that gets the name and the content of each file, and passes both to `put` in
+            another process. None: this process writes the files itself.
     """
 
     def __init__(self, folder: Path, send: Callable[[str, bytes], None] | None = None) -> None:
@@ -245,45 +246,45 @@ class TensorStore:
         """Write a file that another process has sent.
 
         Raises:
-            ValueError: `name` is not that of a tensor store's file.
+            ValueError: `name` is not the name of a file in a tensor store.
         """
         if not _STORED.fullmatch(name):
             raise ValueError(f"{name!r} is not the name of a tensor store's file")
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
-        """Keep CPU tensors of a clip under a name such as `step7`."""
+        """Store CPU tensors of a clip under a name such as `step7`."""
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self._keep(f"clip{clip}_{name}", save(contiguous))
 
     def load(self, clip: int, name: str) -> Tensors:
-        """Return the tensors that were kept under a name.
+        """Return the tensors of a clip that were stored under a name.
 
         Raises:
-            FileNotFoundError: No tensors of this clip and name were kept.
+            FileNotFoundError: No tensors of this clip were stored under this name.
         """
         tensors: Tensors = load_file(self._folder / f"clip{clip}_{name}")
         return tensors
 
     def has(self, clip: int, name: str) -> bool:
-        """Whether tensors of a clip are kept under a name."""
+        """Whether tensors of a clip are stored under a name."""
         return (self._folder / f"clip{clip}_{name}").exists()
 
     def forget(self, clip: int, *names: str) -> None:
-        """Remove the tensors that are kept under these names, if there are any."""
+        """Remove the tensors of a clip that are stored under these names, if there are any."""
         for name in names:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
 def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Keep the frames of a clip, uint8 of shape (F, H, W, 3), and its sound, if it has any."""
+    """Store the frames of a clip, uint8 of shape (F, H, W, 3), and the sound, if any."""
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:
         store.keep(clip, "audio", {"audio": audio.samples})
 
 
 def solver_history(tensors: Tensors) -> Tensors:
-    """Return the tensors of a packet that hold earlier samples or outputs of a multistep solver."""
+    """Return the tensors of a packet that contain the history of a multistep solver."""
     return {
         name: tensor
         for name, tensor in tensors.items()

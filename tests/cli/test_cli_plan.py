@@ -58,7 +58,7 @@ def test_json_is_that_of_the_issue() -> None:
 def test_the_assumed_costs_are_named() -> None:
     answer = svdpp_here("plan", "--step-seconds", "2")
 
-    assert "by the costs of svd-xt-a100 (A100 80GB SXM)" in answer.err
+    assert "with the costs of svd-xt-a100 (A100 80GB SXM)" in answer.err
     assert json.loads(svdpp_here("plan", "--json").out)["costs"] == A100_COSTS.to_json()
 
 

@@ -95,12 +95,15 @@ def test_loras_of_a_clip_are_texts_or_objects_or_lists_of_both() -> None:
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (3, "`loras` 3 is no LoRA"),
-        ([["a"]], "is no LoRA"),
+        (3, "`loras` 3 is not a LoRA"),
+        ([["a"]], "is not a LoRA"),
         ({"scale": 1}, "has no name"),
         ({"name": "a", "scael": 1}, "has no field 'scael'"),
         ({"name": "a", "path": "/etc"}, "has no field 'path'"),
-        ({"name": "a", "scale": 1, "weight": 1}, "scale and weight of a LoRA are one thing"),
+        (
+            {"name": "a", "scale": 1, "weight": 1},
+            "a LoRA has both scale and weight, which mean the same",
+        ),
         ({"name": "a", "scale": "1"}, "the weight of `loras` must be"),
         ({"name": "a", "expert": "middle"}, "must be high or low"),
         ({"name": 1}, "`loras` must be str"),

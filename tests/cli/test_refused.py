@@ -20,7 +20,7 @@ PLAN = [
     ("--layout auto --decoders 2", "--layout auto chooses the layout: leave out --decoders"),
     ("--compare --split balanced", "--compare shows all layouts: leave out --split"),
     ("--cfg-parallel 3", "'--cfg-parallel': '3' is not one of 'auto', '1', '2'"),
-    ("--decode-ranks 3 --frames 8 --decode-chunk-size 4", "needs as many chunks of frames, and a "),
+    ("--decode-ranks 3 --frames 8 --decode-chunk-size 4", "needs 3 chunks of frames, but a clip "),
     ("--costs svd-xt", "--costs 'svd-xt' is neither a file nor a preset"),
     ("--layout auto --device-memory 0", "must be 1 or 4 finite numbers above 0, got '0'"),
     ("--device-memory 9", "has an effect only with --layout auto or --compare"),
@@ -94,7 +94,7 @@ OTHERS = [
     (
         f"run {PHOTO_}",
         2,
-        "on a CPU\nhint: --device cpu runs it there anyway; --model demo or demo-text",
+        "on a CPU\nhint: --device cpu runs the model anyway; --model demo or demo-text",
     ),
     (f"profile {_DEMO} --repeats 0", 2, "--repeats must be 1 or more, got 0"),
 ]

@@ -167,7 +167,7 @@ def test_clips_whose_folder_is_deleted_during_the_run_are_an_error(
     monkeypatch.setattr(manifest, "find_missing_outputs", look_too_late)
     done = _run(PHOTOS[0], "--world", 1, "--out", out)
     assert done.code == 8, done
-    assert "is gone: it was written, and removed during the run" in done.err
+    assert "is gone: the file was removed during the run" in done.err
     assert "svdpp verify" not in done.err
 
 

@@ -91,7 +91,7 @@ def test_one_clip_and_several_in_words(out: Path) -> None:
     *checks, verdict = answer.out.splitlines()
     whats = ("latent", "frames", "file")
     assert [line.split()[:2] for line in checks] == [[what, "equal"] for what in whats]
-    assert checks[2].endswith("lossless: its pixels are the recorded frames, bit for bit")
+    assert checks[2].endswith("lossless: the pixels are the recorded frames, bit for bit")
     assert verdict == "bitwise equal: out/rocket_0"
     (out / "rocket_1.mp4").unlink()
     gone = svdpp_here("verify", "out/rocket_1.mp4", "-q")

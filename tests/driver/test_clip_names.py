@@ -106,10 +106,10 @@ def test_a_template_has_the_fields_of_its_job(template: str, names: list[str]) -
         ("{sead}", r"unknown field \{sead\}"),
         ("{stem.__class__}", "unknown field"),
         ("{0}", "unknown field"),
-        ("{stem", "is no template"),
-        ("{seed:x4}", "is no template"),
-        ("{seed:99999}", "is not taken"),
-        ("{stem!r}", "is not taken"),
+        ("{stem", "is not a valid template"),
+        ("{seed:x4}", "is not a valid template"),
+        ("{seed:99999}", "is not allowed"),
+        ("{stem!r}", "is not allowed"),
         ("x/{stem}", "names a folder"),
         ("clip", "has no field"),
     ],
@@ -120,7 +120,7 @@ def test_a_wrong_template_is_refused(template: str, words: str) -> None:
 
 
 def test_a_template_cannot_make_every_name() -> None:
-    with pytest.raises(RequestError, match="needs frames, which the model decides later"):
+    with pytest.raises(RequestError, match="needs frames, which only the model determines"):
         name_jobs([line(1, "a.jpg")], template=NameTemplate("{frames}", SvdSampling()))
     with pytest.raises(RequestError, match=r"makes the name '\.a'"):
         name_jobs([line(1, "a.jpg")], template=NameTemplate(".{stem}", SvdSampling()))

@@ -367,7 +367,7 @@ def test_a_checkpoint_from_a_clock_that_was_set_back_began_before_now(
         (lambda data: data[:-5], "a CPU", "cannot be read"),
         (lambda data: data[:-1] + bytes([data[-1] ^ 1]), "a CPU", "is damaged"),
         (lambda _: b"<html>", "a CPU", "cannot be read"),
-        (lambda _: None, "a CPU", "is not there"),
+        (lambda _: None, "a CPU", "is missing"),
         (lambda data: data, "another", "another cpu_capability: a CPU, now another"),
     ],
 )
@@ -385,7 +385,7 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
     with pytest.raises(InputError, match=words) as caught:
         checkpoints.load(KEYS[0], 9, 7, torch.device("cpu"), "'cat_7.mp4'")
     error = caught.value
-    assert error.message.startswith("'cat_7.mp4' cannot go on after step 7: its latent checkpoint ")
+    assert error.message.startswith("'cat_7.mp4' cannot go on after step 7: the latent checkpoint ")
     assert KEYS[0] not in error.message + error.hint, "nobody can tell a clip by 64 digits"
     assert error.details.items() >= {"clip": 9, "step": 7}.items()
     pattern = error.hint.removeprefix("rm ").removesuffix("*: the clip then starts again")

@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": ()}, RequestError, "neither an image nor a prompt"),
     ({"inputs": [3]}, RequestError, r"inputs\[0\] must be a path, an image of PIL or a dict"),
     ({"inputs": "gone.jpg"}, InputError, "'gone.jpg' does not exist"),
-    ({"inputs": Image.new("F", (64, 64))}, InputError, r"inputs\[0\] has grey of 32 bits"),
+    ({"inputs": Image.new("F", (64, 64))}, InputError, r"inputs\[0\] has 32-bit grey levels"),
     ({"prompts": "a cat"}, RequestError, "takes no prompt"),
     ({"inputs": [{"image": PHOTO}], "seeds": [1]}, RequestError, "each dict is one clip"),
     ({"seeds": [0, -1]}, RequestError, "`seed` must be 0 to"),

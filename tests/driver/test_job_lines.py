@@ -121,7 +121,7 @@ def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:
     path.write_bytes("prompt\nein Käfer\n".encode("latin-1"))
     with pytest.raises(InputError, match="line 2: it is not UTF-8"):
         read_job_file(path)
-    for name, words in (("clips.json", "no known kind"), ("none.csv", "No such file")):
+    for name, words in (("clips.json", "unknown format"), ("none.csv", "No such file")):
         (tmp_path / "clips.json").write_text("[]")
         with pytest.raises(InputError, match=words):
             read_job_file(tmp_path / name)
@@ -130,13 +130,13 @@ def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "words"),
     [
-        ("jsonl", '{"seed": 1, "seed": 2}', "line 1: is not JSON: it has the field 'seed' twice"),
-        ("jsonl", '{"seed": NaN}', "line 1: is not JSON: NaN is no number"),
+        ("jsonl", '{"seed": 1, "seed": 2}', "line 1: is not JSON: the field 'seed' occurs twice"),
+        ("jsonl", '{"seed": NaN}', "line 1: is not JSON: NaN is not a number"),
         ("jsonl", '{"seed": 1', "line 1: is not JSON: Expecting"),
         ("jsonl", "7", "line 1: must be an object, got 7"),
         ("jsonl", "[" * 100_000, "line 1: is not JSON"),
         ("csv", "seed,seed\n1,2\n", "line 1, seed: has the column seed twice"),
-        ("csv", "seed\n1,2\n", "line 2: has 2 cells for 1 columns: '2' has none"),
+        ("csv", "seed\n1,2\n", "line 2: has 2 cells for 1 columns: '2' has no column"),
         ("csv", 'seed\n"1"2\n', "line 2: is not CSV"),
         ("yaml", "prompt: a cat\n", "line 1: must be a list of clips"),
         ("yaml", "- seed: 1\n  seed: 2\n", "line 1, seed: has the field seed twice"),
@@ -162,7 +162,7 @@ def test_what_cannot_be_read_is_named_by_its_line(kind: str, text: str, words: s
         ('{"prompt": "a", "steps": [4]}', "steps: must be a whole number, got [4]"),
         (
             '{"prompt": "a", "steps": 4, "num_inference_steps": 4}',
-            "num_inference_steps: contradicts steps, another name of it",
+            "num_inference_steps: contradicts steps, another name of the same field",
         ),
         ('{"prompt": "a", "frames": 6}', "frames: must be a multiple of 4 plus 1, got 6"),
         ('{"prompt": "a", "frames": 5, "seconds": 1}', "seconds: contradicts frames"),
@@ -179,7 +179,7 @@ def test_what_cannot_be_read_is_named_by_its_line(kind: str, text: str, words: s
         ('{"prompt": "a", "out": "../up.mp4"}', "out: must be the name of a file, without folders"),
         ('{"prompt": "a", "out": ".hidden"}', "out: must be the name of a file"),
         ('{"prompt": "a", "out": "a.gif"}', "out: ends in .gif, and the clips are mp4"),
-        ('{"prompt": "a", "priority": 5}', "priority: is for a server"),
+        ('{"prompt": "a", "priority": 5}', "priority: is only for servers"),
         ('{"prompt": "a", "motion_bucket_id": 5}', "motion_bucket_id: is unknown"),
     ],
 )

@@ -199,7 +199,7 @@ def test_a_changed_line_is_made_again_but_no_clip_of_another_model(
             _plan(media_file, policy, replace(changed, **other))  # type: ignore[arg-type]
     Path(output.json_path).unlink()
     Path(output.path).write_bytes(b"a film of somebody else's")
-    with pytest.raises(RequestError, match="svdpp did not write it"):
+    with pytest.raises(RequestError, match="is not a clip of svdpp"):
         _plan(media_file, policy, changed)
 
 
@@ -271,7 +271,7 @@ def test_a_clip_of_somebody_elses_is_not_replaced_by_resume(
     for metadata in ({}, {"seed": 1}):
         video.write_clip(frames, output, fps=7, metadata=metadata)
         before = Path(output.path).read_bytes()
-        with pytest.raises(RequestError, match="without a JSON, and svdpp did not write it"):
+        with pytest.raises(RequestError, match="without a JSON, and is not a clip of svdpp"):
             _plan(media_file, OutputPolicy(folder=tmp_path, resume=True))
         assert Path(output.path).read_bytes() == before
     assert len(_plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
@@ -427,4 +427,4 @@ def test_no_process_is_started_and_the_command_ends_with_code_4(
     answer = svdpp_here("run", PHOTO, *DEMO, *sizes, "--out", str(tmp_path))
     said = [line for line in answer.err.splitlines() if line.startswith(("error", "hint"))]
     ended = Answer(answer.code, answer.out, "\n".join(said))
-    assert_error(ended, 4, "out of memory before the run", "GiB free", "lower")
+    assert_error(ended, 4, "out of memory before the run", "GiB free", "smaller")

@@ -74,7 +74,10 @@ def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_pat
     with pytest.raises(RequestError, match="has one expert"):
         found(replace(resolved, expert="low"))
     weights = next((folder / "transformer").glob("*.safetensors"))
-    for name, words in ((str(tmp_path / "y"), "there is no such file"), (str(weights), "the LoRA")):
+    for name, words in (
+        (str(tmp_path / "y"), "the file does not exist"),
+        (str(weights), "the LoRA"),
+    ):
         with pytest.raises(ModelError, match=words):
             found(Lora(name=name))
     with pytest.raises(RequestError, match="the dummy model takes no `loras`"):
@@ -122,7 +125,9 @@ def test_a_pipeline_cannot_be_used_before_its_block_which_only_rank_0_enters(
         pipeline.serve(say=print)
     pipeline.close()
     pipeline.close(drain=False)
-    with pytest.raises(RequestError, match="a history has 1 clip or more, got 0"):
+    with pytest.raises(
+        RequestError, match="history_clips and trace_clips must be 1 or more, got 0"
+    ):
         Pipeline(config(), history_clips=0)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)

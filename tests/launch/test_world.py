@@ -190,7 +190,7 @@ def test_free_memory_follows_cudas_numbering(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-cc,GPU-aa")
     assert [gpu.uuid for gpu in gpus.visible_gpus()] == ["GPU-cc33", "GPU-aa11"]
     assert [gpus.free_bytes(f"cuda:{index}") for index in (0, 1)] == [12, 10]
-    with pytest.raises(RequestError, match="device cuda:2 asked for, 2 GPUs found"):
+    with pytest.raises(RequestError, match="device cuda:2 was requested, 2 GPUs found"):
         gpus.free_bytes("cuda:2")
 
 
@@ -230,9 +230,9 @@ def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     check_devices("cuda", 2)
     check_devices("cuda:1", 7)
     check_devices("cpu", 99)
-    with pytest.raises(RequestError, match="3 CUDA devices asked for, 2 found"):
+    with pytest.raises(RequestError, match="3 CUDA devices requested, 2 found"):
         check_devices("cuda", 3)
-    with pytest.raises(RequestError, match="device cuda:2 asked for, 2 found"):
+    with pytest.raises(RequestError, match="device cuda:2 requested, 2 found"):
         check_devices("cuda:2", 1)
 
 

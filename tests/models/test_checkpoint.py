@@ -148,7 +148,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     "shard a pickle": (shards({"weight_map": {"a": "part.bin"}}), "'part.bin'"),
     "shard missing": (
         shards({"weight_map": {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}}),
-        "1 of 1 shards miss",
+        "1 of 1 shards are missing",
     ),
     "index of shards without map": (shards({}), f"{INDEX}: lists None"),
 }
@@ -322,7 +322,7 @@ def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
         (weight(VAE, "quant_conv.bias", None), "are missing, the first is 'quant_conv.bias'"),
         (
             weight(UNET, "conv_in.bias", torch.zeros(32, dtype=torch.int8)),
-            "unet has weights of the dtype I8: quantised",
+            "unet has quantised weights of the dtype I8",
         ),
         (config("image_encoder/config.json", hidden_act="none"), "image_encoder cannot be loaded"),
         (

@@ -171,7 +171,9 @@ def test_frames_that_are_not_finite_are_an_error(wan: TinyModel) -> None:
 
 def test_steps_of_an_expert_that_is_not_loaded_are_an_error(wan: TinyModel) -> None:
     packet, last = wan.encode(wan.request()), wan.steps - 1
-    with pytest.raises(ValueError, match="step 0 needs transformer, which is not loaded"):
+    with pytest.raises(
+        ValueError, match="step 0 needs transformer, which this rank has not loaded"
+    ):
         wan.rank_for(last, wan.steps).denoise(packet, 0, 1, nothing)
 
 

@@ -263,9 +263,9 @@ def with_tensor(name: str, array: Any, kind: str = "F32") -> Callable[[dict[str,
         ),
         (
             with_tensor(Q_LAYER, np.ones((96, 64), "f"), "Q8_0"),
-            r"\[96, 64\], and \[96, 96\] by the",
+            r"\[96, 64\], but the checkpoint's config says \[96, 96\]",
         ),
-        (with_tensor(BIAS, np.ones(64, "f")), r"attn1.to_q.bias' has the shape \[64\], and \[96\]"),
+        (with_tensor(BIAS, np.ones(64, "f")), r"attn1.to_q.bias' has the shape \[64\], but"),
         (with_tensor(BIAS, np.ones(96, "f"), "Q8_0"), "of the type Q8_0, which diffusers reads in"),
     ],
 )
@@ -293,11 +293,11 @@ def test_what_is_no_such_file_is_refused(ltx: Path, tmp_path: Path) -> None:
     (tmp_path / "other.gguf").write_bytes(b"{}")
     (tmp_path / "good.bin").write_bytes(content)
     for name, words in (
-        ("none.gguf", "there is no such file"),
+        ("none.gguf", "the file does not exist"),
         ("good.bin", "only gguf files are read"),
-        ("cut.gguf", "the file is truncated: it ends before the tensor"),
-        ("other.gguf", "it is not a GGUF file"),
-        (".", "it is not a regular file|only gguf files"),
+        ("cut.gguf", "the file is truncated: it ends within the tensor"),
+        ("other.gguf", "the file is not a GGUF file"),
+        (".", "the path is not a regular file|only gguf files"),
     ):
         with pytest.raises(ModelError, match=words) as caught:
             find_checkpoint(model_with(ltx, tmp_path / name))
@@ -343,8 +343,8 @@ def test_types_and_shapes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (_header(b"w", 0, 0), r"'w' has the shape \[0\]"),
         (_header(b"w", 0, 2**62, 2**62), "the file is truncated"),
         (_header(b"\xff", 0, 1), "the name of a tensor is not UTF-8"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian files of 2 and 3 are read"),
-        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "it has no tensors"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian files of 2 and 3 are"),
+        (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "the file has no tensors"),
     ):
         file.write_bytes(content)
         with pytest.raises(ModelError, match=words):
@@ -374,8 +374,8 @@ def test_denoisers_that_a_model_cannot_load_are_refused(
     for model, names, words in (
         ("demo", ["x"], "diffusers loads no UNetSpatioTemporalConditionModel from a GGUF file"),
         (tiny_models("latte").checkpoint.folder, ["x"], "diffusers loads no LatteTransformer3DM"),
-        (ltx, ["low"], "has one expert: say none in `denoisers` '"),
-        (wan, ["x"], "has two experts: say which in `denoisers` '"),
+        (ltx, ["low"], "has one denoiser, but `denoisers` '"),
+        (wan, ["x"], "has two experts, but `denoisers` '"),
         (wan, ["a/low", "b/low"], "`denoisers` names two files for one denoiser"),
     ):
         with pytest.raises(RequestError, match=words):

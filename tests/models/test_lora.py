@@ -164,7 +164,7 @@ def test_what_cannot_be_a_lora_is_refused_by_name(tiny_models: TinyModels, tmp_p
     (tmp_path / "fast.bin").write_bytes(file.read_bytes())
     (tmp_path / "cut.safetensors").write_bytes(file.read_bytes()[:-8])
     for name, message in (
-        ("loras/none.safetensors", "there is no such file"),
+        ("loras/none.safetensors", "the file does not exist"),
         ("fast.bin", "only safetensors files are read"),
         ("cut.safetensors", "damaged or truncated"),
     ):
@@ -180,8 +180,8 @@ def test_loras_that_a_model_cannot_load_are_refused(
     for model, expert, message in (
         ("demo", None, "takes no `loras`"),
         (tiny_models("latte").checkpoint.folder, None, "takes no `loras`"),
-        (one, "low", "has one expert: say none in `loras` 'x'"),
-        (two, None, "two experts: say which in `loras` 'x'"),
+        (one, "low", "has one denoiser, but `loras` 'x' names an expert"),
+        (two, None, "two experts, but `loras` 'x' names no expert"),
     ):
         with pytest.raises(RequestError, match=message):
             _find(model, Lora(name="x", expert=expert))  # type: ignore[arg-type]
@@ -228,8 +228,8 @@ def test_a_file_that_asks_for_dropout_is_refused(tiny_models: TinyModels, tmp_pa
     tensors, lora = load_file(file), Lora(name=str(file), expert="high")
     for config, words in (
         ('{"transformer.r": 2, "transformer.lora_dropout": 0.1}', "'transformer.lora_dropout' to"),
-        ("[]", "its lora_adapter_metadata is not a JSON object"),
-        ("{", "its lora_adapter_metadata is not JSON"),
+        ("[]", "the metadata lora_adapter_metadata is not a JSON object"),
+        ("{", "the metadata lora_adapter_metadata is not JSON"),
     ):
         save_file(tensors, file, metadata={"lora_adapter_metadata": config})
         with pytest.raises(ModelError, match=words):

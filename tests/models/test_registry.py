@@ -325,7 +325,7 @@ def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str
 def test_a_step_of_one_branch_is_refused(tiny_models: TinyModels) -> None:
     tiny_model = tiny_models(FIRST_PAIRED["wan"])
     unguided = both_ranks(tiny_model, guidance_scale=1.0, guidance_scale_2=None)
-    with pytest.raises(ModelError, match="step 0 evaluates one branch of the guidance only"):
+    with pytest.raises(ModelError, match="step 0 evaluates only one branch of the guidance"):
         pair_of(unguided, tiny_model.encode(tiny_model.request()), 0, 1)
 
 
@@ -334,7 +334,7 @@ def test_what_may_not_be_divided_is_refused() -> None:
 
     spec = FAMILY_SPECS["ltx"]
     for name, size, words in (
-        ("hidden_states", 4, "a batch of 4 is not one for each branch"),
+        ("hidden_states", 4, "a batch of 4, but guidance has two branches"),
         ("mask", 2, "the family's spec does not say how to divide more"),
     ):
         with pytest.raises(ModelError, match=words):

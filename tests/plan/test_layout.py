@@ -219,7 +219,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         (
             {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
             "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
-            "must hold the other",
+            "must hold the high-noise expert",
             "use `layout` data-parallel or `share_experts` for ranks that hold both",
         ),
     ],
@@ -372,7 +372,7 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
     assert layout.data_parallel_size == 1
     assert "; 0 of 4 ranks hold both experts; " in reason
-    words = "no layout of 4 ranks fits in 36 to 47 GiB a rank: the smallest one needs 47"
+    words = "no layout of 4 ranks fits in 36 to 47 GiB for each rank: the smallest layout needs 47"
     with pytest.raises(RequestError, match=words):
         choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
 
@@ -439,8 +439,8 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     assert str(layout) == "data parallel"
     # Replicas of 8, balanced and alternating, with 1 and 2 decoders; shorter ones fit on one host.
     assert reason.endswith(
-        "4 of 9 layouts have transfers between hosts, whose time, inter_host_transfer_seconds, the "
-        "costs do not give"
+        "4 of 9 layouts have transfers between hosts, and the costs lack "
+        "inter_host_transfer_seconds"
     )
     assert "hosts" not in choose(costs=replace(hosts, inter_host_transfer_seconds=0.1))[1]
     fitting = replace(hosts, **memory((1.5, 3.0, 0.5), (1.0, 6.0, 8.0)))

@@ -54,7 +54,7 @@ def test_the_frames_of_png_files_are_compared(
         assert "largest difference 2 of 255 levels" in result.checks[1].detail
         assert result.to_json()["verdict"] == verdict
     else:
-        assert "only its hash is stored" in result.checks[1].detail
+        assert "only the hash is stored" in result.checks[1].detail
 
 
 @pytest.mark.slow

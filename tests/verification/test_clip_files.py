@@ -200,9 +200,10 @@ def test_a_file_that_is_whole(format: VideoFormat, tmp_path: Path) -> None:
     assert check.equal, check
     assert check.recorded == check.found == json.loads(path.read_text())["file_sha256"]
     assert check.detail == (
-        "lossless: its pixels are the recorded frames, bit for bit"
+        "lossless: the pixels are the recorded frames, bit for bit"
         if format == "frames"
-        else f"{format} is lossy: its pixels against those of the recomputed frames, encoded here: "
+        else f"{format} is lossy: pixels compared with those of the recomputed frames, encoded "
+        "here: "
         "every pixel equal"
     )
     assert _check(path.with_suffix("")).equal, "by its own metadata"
@@ -217,7 +218,7 @@ def test_another_clip_in_the_place(format: VideoFormat, tmp_path: Path) -> None:
     b.rename(a)
     check = _check(path)
     assert (check.equal, check.found) == (False, json.loads(other.read_text())["file_sha256"])
-    assert "its sha256 is not the recorded one: it was changed or replaced" in check.detail
+    assert "sha256 is not the recorded one: the file was changed or replaced" in check.detail
     assert f"the metadata inside says output {b.name!r}, the JSON {a.name!r}" in check.detail
 
 
@@ -229,12 +230,12 @@ def test_a_forgery_that_is_right_in_all_but_the_video(format: VideoFormat, tmp_p
     for check in (other, short):
         assert (check.equal, check.found) == (False, check.recorded)
     if format == "frames":
-        assert other.detail == "its pixels are not the recorded frames"
+        assert other.detail == "the pixels are not the recorded frames"
         assert short.detail == "it lacks: 00002.png"
     else:
-        assert f"{format} is lossy: its pixels against" in other.detail
+        assert f"{format} is lossy: pixels compared" in other.detail
         assert " dB, " in other.detail
-        assert "it holds 2 frames of 48x32 instead of 3 frames of 48x32" in short.detail
+        assert "the file has 2 frames of 48x32 instead of 3 frames of 48x32" in short.detail
 
 
 def test_a_file_that_cannot_be_played(tmp_path: Path) -> None:
@@ -424,7 +425,7 @@ def test_a_folder_of_frames_with_other_names(tmp_path: Path, change: str, words:
     check = _check(path)
     assert not check.equal
     assert words in check.detail
-    assert ("its sha256 is not the recorded one" in check.detail) == ("mkdir" not in change)
+    assert ("sha256 is not the recorded one" in check.detail) == ("mkdir" not in change)
     assert find_clips([str(tmp_path / "a")]) == [path], "it is still called a clip"
 
 

@@ -159,7 +159,7 @@ def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Pat
     alone.run(action)
     ((_, error),) = clock.failed
     assert isinstance(error, InputError)
-    start = "'present_0.mp4' cannot go on after step 1: its latent checkpoint has other tensors"
+    start = "'present_0.mp4' cannot go on after step 1: the latent checkpoint has other tensors"
     assert error.message.startswith(start)
     assert error.message.count("found") == 1
     assert error.hint.startswith(f"rm {tmp_path}/{key[:12]}*")

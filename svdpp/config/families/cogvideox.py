@@ -1,4 +1,4 @@
-"""CogVideoX, also from a video."""
+"""Sampling parameters and specs of CogVideoX, from text, an image or a video."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from svdpp.config.sampling import Param, PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXBaseSampling(PromptedSampling):
-    """The parameters that both pipelines of CogVideoX share, with defaults."""
+    """Sampling parameters that all families of CogVideoX share, with diffusers' defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -29,14 +29,14 @@ class CogVideoXBaseSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXSampling(CogVideoXBaseSampling):
-    """The parameters of diffusers' `CogVideoXPipeline`, from text or an image, with defaults."""
+    """Sampling parameters of CogVideoX from text or an image, with diffusers' defaults."""
 
     family: Literal["cogvideox"] = "cogvideox"
 
 
 @dataclass(frozen=True, kw_only=True)
 class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
-    """The parameters of diffusers' `CogVideoXVideoToVideoPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `CogVideoXVideoToVideoPipeline`, with its defaults."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {"strength": STRENGTH}
@@ -47,12 +47,18 @@ class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the VAE's channels; from an image, the denoiser takes twice as many."""
+    """Return the number of the VAE's latent channels.
+
+    The denoiser's input channels do not tell it: for clips from an image they are twice as many.
+    """
     return int(pipe.vae.config.latent_channels)
 
 
 def _latent_frames(pipe: Any, _: Any, frames: int) -> int:
-    """Return whole patches: CogVideoX 1.5 adds frames, and cuts them off before the decode."""
+    """Return the number of latent frames, rounded up to whole patches in time.
+
+    CogVideoX 1.5 adds latent frames for this, and removes them before the decode.
+    """
     size = pipe.transformer.config.patch_size_t or 1
     return -(-frames // size) * size
 

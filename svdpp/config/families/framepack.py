@@ -1,4 +1,4 @@
-"""FramePack, which makes a clip in chunks."""
+"""Sampling parameters and spec of FramePack, which makes a clip in chunks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from svdpp.config.families.spec import TWO_TEXT_ENCODERS, FamilySpec, two_images
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Frames that each chunk of a clip adds, and that the pipeline counts for it.
-_CHUNK, _WINDOW = 36, 33
-# `latent_window_size` of the pipeline: latent frames of each chunk.
+# Number of frames that each chunk adds to a clip.
+_CHUNK = 36
+# Number of frames by which the pipeline divides `num_frames` to get the number of chunks.
+_WINDOW = 33
+# Number of latent frames of each chunk; the pipeline's default of `latent_window_size`.
 _LATENT_FRAMES = 9
 
 
 @dataclass(frozen=True, kw_only=True)
 class FramepackSampling(PromptedSampling):
-    """The parameters of diffusers' `HunyuanVideoFramepackPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `HunyuanVideoFramepackPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = _CHUNK
@@ -38,9 +40,8 @@ def _check_sampling(_: object, sampling: Any) -> None:
     chunks = (frames - 1) // _CHUNK
     require(
         steps % chunks == 0,
-        f"`num_inference_steps` counts those of all chunks: for {frames} frames it must be a "
-        "multiple of "
-        f"{chunks}, got {steps}",
+        f"`num_inference_steps` counts the steps of all chunks: for the {chunks} chunks of "
+        f"{frames} frames it must be a multiple of {chunks}, got {steps}",
         frames=frames,
         chunks=chunks,
         steps=steps,
@@ -48,7 +49,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the steps of each chunk, and the frames by which the pipeline counts the chunks."""
+    """Return `num_inference_steps` for one chunk, and `num_frames` for the number of chunks."""
     chunks = (sampling.num_frames - 1) // _CHUNK
     return {
         "num_frames": chunks * _WINDOW,
@@ -66,9 +67,11 @@ FRAMEPACK = FamilySpec(
     image_pipeline="HunyuanVideoFramepackPipeline",
     last_image_arguments=two_images,
     encode_components=TWO_TEXT_ENCODERS,
-    record_uses={"encode_image": 0},  # of the first image; that of the last one is not used
+    # The pipeline encodes the first image (call 0), then the last image, whose result is
+    # unused.
+    record_uses={"encode_image": 0},
     latent_frames=lambda *_: _LATENT_FRAMES,
-    frame_limits=(1 + _CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+    frame_limits=(1 + _CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
     check_sampling=_check_sampling,
     call_arguments=_call_arguments,
 )

@@ -1,4 +1,4 @@
-"""HunyuanVideo."""
+"""Sampling parameters and spec of HunyuanVideo."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideoSampling(PromptedSampling):
-    """The parameters of diffusers' `HunyuanVideoPipeline`, from text or an image, with defaults."""
+    """Sampling parameters of HunyuanVideo, from text or an image, with diffusers' defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -34,7 +34,7 @@ class HunyuanVideoSampling(PromptedSampling):
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if "image_processor" in configs.classes:
         transformer = configs.of("transformer", image_condition_type=None)
-        reason = "as for others the clip lacks its first four frames"
+        reason = "as with other types the clip lacks the first four frames"
         transformer.require("image_condition_type", "token_replace", reason)
     return {}
 
@@ -50,7 +50,7 @@ HUNYUAN_VIDEO = FamilySpec(
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,
     num_results_equal_latents=1,
-    latent_dtype="stepped from text",  # before the step's, the image's latent is float32
+    latent_dtype="stepped from text",  # from an image, it has a float32 part
     checkpoint_facts=_checkpoint_facts,
 )
 

@@ -1,4 +1,4 @@
-"""HunyuanVideo-1.5."""
+"""Sampling parameters and spec of HunyuanVideo-1.5."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideo15Sampling(PromptedSampling):
-    """The parameters of diffusers' `HunyuanVideo15Pipeline`, from text or an image."""
+    """Sampling parameters of HunyuanVideo-1.5, from text or an image, with diffusers' defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -31,7 +31,7 @@ class HunyuanVideo15Sampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes for clips from an image, and that the length of prompts is fixed."""
+    """Return the sizes of clips from an image, and `max_sequence_length` as without effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -50,7 +50,7 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Others keep a momentum, which no packet carries.
+    # Other guiders keep a momentum between steps, which packets do not contain.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",

@@ -1,4 +1,4 @@
-"""Kandinsky 5."""
+"""Sampling parameters and spec of Kandinsky 5."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class Kandinsky5Sampling(PromptedSampling):
-    """The parameters of diffusers' `Kandinsky5T2VPipeline` and `Kandinsky5I2VPipeline`."""
+    """Sampling parameters of `Kandinsky5T2VPipeline` and `Kandinsky5I2VPipeline`, with defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -33,14 +33,20 @@ class Kandinsky5Sampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    reason = "as sparse attention needs kernels of CUDA, and was never compared"
+    reason = "because sparse attention needs CUDA kernels and is not tested"
     transformer = configs.of("transformer", attention_type="regular")
     transformer.require("attention_type", "regular", reason)
     return {}
 
 
 def _check_sampling(_: object, sampling: Any) -> None:
-    """Refuse few frames: the pipeline adapts the first four latent frames to those that follow."""
+    """Check that a clip from an image has at least 17 frames.
+
+    The pipeline normalises the first four latent frames with statistics of the frames after them.
+
+    Raises:
+        RequestError: The clip starts from an image and has fewer frames.
+    """
     enough = not sampling.from_image or sampling.num_frames >= 17
     require(
         enough,
@@ -51,7 +57,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return those of the latent, the image and a mask: three parts of one tensor."""
+    """Return the channels of the latent; with image conditioning, plus an image and a mask."""
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
 

@@ -1,4 +1,4 @@
-"""Latte, whose clips have a fixed number of frames."""
+"""Sampling parameters and spec of Latte, whose clips have a fixed number of frames."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class LatteSampling(PromptedSampling):
-    """The parameters of diffusers' `LattePipeline`, with defaults."""
+    """Sampling parameters of diffusers' `LattePipeline`, with its defaults."""
 
     family: Literal["latte"] = "latte"
     height: int = 512
@@ -23,7 +23,7 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the only number of frames, and that the length of prompts is fixed."""
+    """Return the model's only number of frames, and `max_sequence_length` as without effect."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

@@ -1,4 +1,4 @@
-"""LTX-Video, and LTX-Video 0.9.5 and later, whose image is a condition."""
+"""Sampling parameters and specs of LTX-Video: up to 0.9.1, and from 0.9.5 with conditions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.config.sampling import Param, PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class LtxSampling(PromptedSampling):
-    """The parameters of diffusers' `LTXPipeline` and `LTXImageToVideoPipeline`, with defaults."""
+    """Sampling parameters of `LTXPipeline` and `LTXImageToVideoPipeline`, with their defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
@@ -47,7 +47,7 @@ class LtxSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class LtxConditionSampling(PromptedSampling):
-    """The parameters of diffusers' `LTXConditionPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `LTXConditionPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
@@ -75,10 +75,10 @@ class LtxConditionSampling(PromptedSampling):
 
 
 def check_vae(configs: CheckpointConfigs) -> bool:
-    """Return whether the VAE takes a timestep.
+    """Return whether the VAE's decoder is conditioned on a timestep.
 
     Raises:
-        ModelError: Its decoder draws noise by itself.
+        ModelError: The VAE's decoder draws noise from torch's global generator.
     """
     vae = configs.of("vae", timestep_conditioning=False, decoder_inject_noise=[])
     vae.refuse("decoder_inject_noise", "draws noise from torch's global generator")
@@ -103,9 +103,10 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: str) -> str:
-    """Return where noise is drawn: on the CPU, except where diffusers draws it by `torch.randn`.
+    """Return the device of the clip's random generator: the CPU if diffusers allows this.
 
-    `LTXImageToVideoPipeline` does so on its own device if the VAE takes a timestep.
+    `LTXImageToVideoPipeline` calls `torch.randn` with the pipeline's device if the VAE's decoder is
+    conditioned on a timestep. A generator on the CPU would then fail.
 
     Args:
         checkpoint: Checked checkpoint.
@@ -116,10 +117,10 @@ def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: s
 
 
 def _two_conditions(first: Any, last: Any, sampling: Any) -> dict[str, Any]:
-    """Return the conditions of the first and the last frame.
+    """Return the arguments of `LTXConditionPipeline` for an image at the first and the last frame.
 
-    Their index is a multiple of the 8 frames of a latent one. diffusers makes a condition of each
-    entry of all four lists.
+    diffusers makes one condition of the entries with the same position in the four lists. Each
+    `frame_index` is a multiple of 8, the number of frames for each latent frame.
     """
     return {
         "image": [first, last],

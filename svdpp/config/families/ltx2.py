@@ -1,4 +1,4 @@
-"""LTX-2, which makes video and sound."""
+"""Sampling parameters and spec of LTX-2, which makes video with sound."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2Sampling(PromptedSampling):
-    """The parameters of diffusers' `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
+    """Sampling parameters of `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
     latent_axes: ClassVar[str] = "BNC"
     own: ClassVar[Mapping[str, Param]] = {
         "stg_scale": Param(
-            highest=MAX_GUIDANCE, help="Spatio-temporal guidance of the video; 0: none."
+            highest=MAX_GUIDANCE, help="Scale of the video's spatio-temporal guidance; 0 is off."
         ),
         "stg_block": Param(
-            highest=1000, help="The block that spatio-temporal guidance perturbs.", kind=int
+            highest=1000, help="Transformer block that spatio-temporal guidance perturbs.", kind=int
         ),
         "modality_scale": Param(
-            highest=MAX_GUIDANCE, help="Guidance of the video by the audio; 1: none."
+            highest=MAX_GUIDANCE, help="Scale of the video's guidance by the audio; 1 is off."
         ),
         "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
         "audio_guidance_scale": Param(
@@ -66,9 +66,9 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    # By default diffusers compresses the image by H.264 first, for which it needs PyAV.
     has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
     blocks = [sampling.stg_block] if has_stg else None
+    # By default diffusers first compresses the input image with H.264, which needs PyAV.
     image = {"image_crf": 0} if sampling.from_image else {}
     return {"spatio_temporal_guidance_blocks": blocks, **image}
 

@@ -1,4 +1,4 @@
-"""Mochi 1."""
+"""Sampling parameters and spec of Mochi 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class MochiSampling(PromptedSampling):
-    """The parameters of diffusers' `MochiPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `MochiPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 6

@@ -1,4 +1,4 @@
-"""The list of families, and what follows from it by a family's or a pipeline's name."""
+"""List of all model families, with look-up by the name of a family or of a pipeline class."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _SPECS: tuple[FamilySpec, ...] = (
 #: Spec of each family, by name.
 FAMILY_SPECS: Mapping[str, FamilySpec] = {spec.name: spec for spec in _SPECS}
 
-#: Name of the family of each pipeline.
+#: Name of the family that runs a checkpoint by default, by the checkpoint's pipeline class.
 FAMILY_OF_PIPELINE: dict[str, str] = {
     pipeline: family
     for family, spec in FAMILY_SPECS.items()
@@ -57,27 +57,28 @@ for _family, _spec in FAMILY_SPECS.items():
     for _alias in _spec.aliases:
         FAMILY_OF_PIPELINE.setdefault(_alias, _family)
 
-#: Class of each family's sampling parameters, by name.
+#: Class of each family's sampling parameters, by the name of the family.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}
 
-#: Sampling parameters of any family, which the field `family` names.
+#: Sampling parameters of any family; the field `family` tells which one.
 if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
-else:  # by this, pydantic finds the class of a message's parameters
+else:  # pydantic parses a message into the class whose `family` matches
     SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
 
 
-#: Families whose pipelines take a last image; a checkpoint of them may not.
+#: Names of the families whose pipelines take a last image. A checkpoint of these families may still
+#: refuse a last image.
 LAST_IMAGE_FAMILIES = tuple(
     name for name, spec in FAMILY_SPECS.items() if spec.last_image_arguments is not None
 )
 
 
 def check_takes_last_image(family: str) -> None:
-    """Check that clips of a family can end at an image.
+    """Check that a family's pipeline takes a last image, at which the clip ends.
 
     Raises:
-        RequestError: Its pipeline in diffusers takes no last image; the hint names those that do.
+        RequestError: The pipeline takes no last image; the hint names the families that take one.
     """
     if family not in LAST_IMAGE_FAMILIES:
         raise RequestError(
@@ -87,18 +88,18 @@ def check_takes_last_image(family: str) -> None:
         )
 
 
-#: Parameters that have their own option, by the names of their fields.
+#: Sampling parameters with an option of their own on the command line, by field name.
 OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling parameters with these fields.
+    """Return sampling parameters with the given values, in the class of their family.
 
     Args:
-        values: Fields by name; without `family` they are SVD's.
+        values: Values by field name. Without the field `family`, the family is SVD.
 
     Raises:
-        RequestError: A name is unknown, or a value out of range.
+        RequestError: A field name is unknown, or a value is out of range.
     """
     family = values.get("family", "svd")
     check_choice("family", family, (*SAMPLING_CLASSES,))

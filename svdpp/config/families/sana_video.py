@@ -1,4 +1,4 @@
-"""Sana-Video."""
+"""Sampling parameters and spec of Sana-Video."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoSampling(PromptedSampling):
-    """The parameters of diffusers' `SanaVideoPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `SanaVideoPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 4
@@ -33,7 +33,8 @@ SANA_VIDEO = FamilySpec(
     denoiser="SanaVideoTransformer3DModel",
     text_pipeline="SanaVideoPipeline",
     schedulers=("DPMSolverMultistepScheduler",),
-    # With LTX-2's VAE, as at 720p, the number of frames has another unit.
+    # Checkpoints for 720p have the VAE of LTX-2, for which `frames_unit` would have to be 8. They
+    # are refused.
     component_classes={"text_encoder": "Gemma2Model", "vae": "AutoencoderKLWan"},
     fp32_components=frozenset({"vae"}),
     branches="batch",
@@ -41,7 +42,8 @@ SANA_VIDEO = FamilySpec(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
     ),
     renamed_arguments={"frames": "num_frames"},
-    # Otherwise the latent has another size than the clip.
+    # With resolution binning, the pipeline would make the latent of another height and width
+    # than the clip's.
     call_arguments=lambda _: {"use_resolution_binning": False},
 )
 

@@ -1,4 +1,4 @@
-"""SkyReels-V2, also with diffusion forcing."""
+"""Sampling parameters and specs of SkyReels-V2, with and without diffusion forcing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class SkyReelsV2BaseSampling(PromptedSampling):
-    """The parameters that all pipelines of SkyReels-V2 share, with defaults."""
+    """Sampling parameters that all pipelines of SkyReels-V2 share, with their defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -33,14 +33,14 @@ class SkyReelsV2BaseSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class SkyReelsV2Sampling(SkyReelsV2BaseSampling):
-    """The parameters of diffusers' `SkyReelsV2Pipeline`, from text or an image, with defaults."""
+    """Sampling parameters of SkyReels-V2 from text or an image, with diffusers' defaults."""
 
     family: Literal["skyreels_v2"] = "skyreels_v2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
-    """The parameters of diffusers' `SkyReelsV2DiffusionForcingPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingPipeline`, with defaults."""
 
     family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
 
@@ -77,11 +77,12 @@ SKYREELS_V2_FORCING = replace(
     image_pipeline=None,
     last_image_arguments=None,
     checkpoint_facts=image_projection,
-    # Its pipeline gives each frame a timestep of its own, which Euler's `step` does not take.
+    # The pipeline gives each latent frame its own timestep, which `step` of #
+    # `FlowMatchEulerDiscreteScheduler` does not accept.
     schedulers=("UniPCMultistepScheduler",),
     initial_latent_source="latents",
-    num_results_equal_latents=1_000,  # all
-    frame_limits=(1, 97, "the model makes more in several loops"),
+    num_results_equal_latents=1_000,  # larger than any number of schedulers: all schedulers
+    frame_limits=(1, 97, "as longer clips need several denoising loops"),
 )
 
 FAMILIES = (SKYREELS_V2, SKYREELS_V2_FORCING)

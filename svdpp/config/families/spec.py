@@ -1,6 +1,7 @@
-"""The spec of a family: what is special about its pipelines of diffusers; knows no torch.
+"""`FamilySpec`: the differences between the diffusers pipelines of the model families.
 
-`docs/new-model.md` says how to add one. All else is the same for all families.
+`docs/new-model.md` describes how to add a family. This module does not import torch, so that
+`svdpp --help` is fast.
 """
 
 from __future__ import annotations
@@ -13,23 +14,23 @@ from svdpp.config.limits import MAX_FRAMES
 from svdpp.config.sampling import CommonSampling
 from svdpp.errors import ModelError
 
-#: Facts that a family's configs tell of a checkpoint: fields of `Checkpoint`.
+#: Values of some fields of `models.checkpoint.Checkpoint`, which a family reads from the configs.
 CheckpointFacts = dict[str, Any]
 
-#: Components that an encode of an image uses. A checkpoint may lack some of these components.
+#: Components that can take part in encoding an image. Most checkpoints have only some of them.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
-#: `encode_components` of the families with two encoders of prompts.
+#: `FamilySpec.encode_components` of the families with two text encoders.
 TWO_TEXT_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-#: `schedulers` of Wan and its relatives.
+#: `FamilySpec.schedulers` of Wan and SkyReels-V2.
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 class ConfigFile(Protocol):
-    """A JSON file of a checkpoint, of which a spec reads values; `models.files.JsonFile`."""
+    """JSON file of a checkpoint, for the functions of specs; see `models.files.JsonFile`."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Values by key."""
+        """Top-level values of the JSON object, by key."""
 
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
@@ -40,48 +41,48 @@ class ConfigFile(Protocol):
         """Return the integer at `key`, from 1 to `largest`."""
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check that the value at `key` is the expected one."""
+        """Check that the value at `key` equals `expected`; `reason` is for the error."""
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that `key` is not set."""
+        """Check that `key` is missing, null, false or empty; `reason` is for the error."""
 
 
 class CheckpointConfigs(Protocol):
-    """The configs of a checkpoint; `models.checkpoint.Configs`."""
+    """JSON configs of a checkpoint; implemented by `models.checkpoint.Configs`."""
 
     @property
     def index(self) -> ConfigFile:
-        """`model_index.json`."""
+        """The file `model_index.json`, which lists the components."""
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Class of each component by the component's name."""
+        """Name of each component's class, by the name of the component."""
 
     def of(self, part: str, **defaults: Any) -> ConfigFile:
-        """Return the config of one component."""
+        """Return the config of the component `part`; `defaults` are for keys that it lacks."""
 
 
 class CheckedCheckpoint(Protocol):
-    """A checkpoint whose configs are checked; `models.checkpoint.Checkpoint`."""
+    """Checkpoint with checked configs; implemented by `models.checkpoint.Checkpoint`."""
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """Config of the scheduler."""
+        """Values of the scheduler's config, by key."""
 
     @property
     def decode_draws_noise(self) -> bool:
-        """Whether the decode draws noise."""
+        """Whether decoding a clip draws random numbers."""
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
-        """Sizes of clips from an image: the side of a square one, and the unit of sides."""
+        """Limits of the size of clips from an image, as in `Checkpoint.image_sizes`."""
 
     def timesteps(self, sampling: Any) -> Any:
-        """Return the timesteps of a clip's steps, a tensor of shape (steps,)."""
+        """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,)."""
 
 
 def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
-    """Return the arguments of most pipelines that take a last image; see `FamilySpec`."""
+    """Return the arguments `image` and `last_image`; for `FamilySpec.last_image_arguments`."""
     return {"image": first, "last_image": last}
 
 
@@ -103,126 +104,155 @@ class ModularSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
-    """One family of models, and what the engine does otherwise for it."""
+    """Family of models: its pipelines in diffusers, and how they differ from those of others."""
 
     sampling: type[Any]
-    """Class of the sampling parameters, of which `family` is the family's name."""
+    """Class of the sampling parameters. Its field `family` has the family's name as default."""
     title: str
-    """Name that users know."""
+    """Name of the family for users, such as "Wan 2.1 and 2.2"."""
     example: str
-    """Hub id of a published checkpoint."""
+    """Hub id of a published checkpoint of the family."""
     example_remark: str = ""
-    """Remark on the example that users need before they can name it; empty: none."""
+    """Step that the example needs before svdpp can load it, for the list of models; empty: none."""
     license: str
-    """License of the example's weights, as its publisher calls it."""
+    """Name of the license of the example's weights."""
     denoiser: str
-    """Class of the denoisers: others may keep state that no packet carries."""
+    """Name of the denoisers' class. Checkpoints with other classes are refused, because these may
+    keep state between steps that packets do not contain."""
     text_pipeline: str | None = None
-    """Pipeline's class for clips from text alone."""
+    """Name of the pipeline class for clips from text alone; None: there is none."""
     image_pipeline: str | None = None
-    """Pipeline's class for clips from an image."""
+    """Name of the pipeline class for clips from an image or a video; None: there is none."""
     image_argument: str = "image"
-    """Argument of `__call__` for that image, or for the frames of a video."""
+    """Name of the argument of the pipeline's `__call__` for the input image or the video's
+    frames."""
     last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
-    """Returns the arguments of `__call__` for a first and a last image, from both and the sampling
-    parameters; None: the pipeline takes no last image."""
+    """Function that returns the arguments of the pipeline's `__call__` for a first and a last
+    image. Its arguments are the first image, the last image and the sampling parameters. None: the
+    pipeline takes no last image."""
     aliases: tuple[str, ...] = ()
-    """Other pipelines whose checkpoints the family runs, too. If a pipeline belongs to another
-    family, the user has to ask for this one by name."""
+    """Names of further pipeline classes whose checkpoints this family also runs. If such a class
+    belongs to another family, the user has to name this family."""
     text_aliases: tuple[str, ...] = ()
-    """Those of `aliases` whose checkpoints make clips from text; the others need an image."""
+    """Names of the classes in `aliases` whose checkpoints make clips from text; checkpoints of the
+    other classes in `aliases` need an image."""
     size_from_image: bool = False
-    """Whether the image's shape sets the clip's size; the image is then resized to it first."""
+    """Whether the pipeline computes the clip's size from the size of the image. The image is then
+    resized to the clip's height and width before the call."""
     text_and_image: bool = False
-    """Whether a checkpoint of either class has all components of the other one."""
+    """Whether every checkpoint can make clips from text and from an image, because the text
+    pipeline and the image pipeline have the same components."""
     takes_prompt: bool = True
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
-    """Components that an encode uses."""
+    """Names of the components that every encode uses. An encode of an image also uses
+    `IMAGE_ENCODERS`."""
     decode_components: tuple[str, ...] = ("vae",)
     shared_components: tuple[str, ...] = ()
-    """Components without weights that every rank uses."""
+    """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
-    """Patterns of the classes of components that only this family has, or has of other classes."""
+    """Regular expressions for the class names of components, by component name. Only for components
+    that no other family has, or whose class differs from the default in `models.checkpoint`."""
     pipeline_package: str | None = None
-    """Package of `diffusers.pipelines` with classes of components that diffusers does not export;
-    None: it exports all of them."""
+    """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
+    `diffusers` itself; None: all can."""
     fp32_components: frozenset[str] = frozenset()
-    """Components in float32, whatever the model's dtype is."""
+    """Names of the components that are loaded in float32, whatever the model's dtype is."""
     loras: bool = True
-    """Whether diffusers' pipeline loads LoRAs."""
+    """Whether the pipeline in diffusers can load LoRAs."""
     loras_as_wan: bool = False
-    """Whether diffusers converts LoRAs as those of Wan, and drops tensors without a place."""
+    """Whether diffusers loads LoRAs with the code for Wan, which ignores tensors that do not
+    fit."""
     gguf: bool = False
-    """Whether diffusers loads the denoiser from a GGUF file."""
+    """Whether diffusers can load the denoiser from a GGUF file."""
     record_uses: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
-    """Users of a record that are not all steps and the decode: none, as of images before they are
-    encoded, or the first step alone; of several with one name, the number of the one in use."""
+    """Use of the recorded results of a pipeline method, by the method's name; see
+    `models.engine.records`. `unused`: no step and no decode uses them, so their tensors are not
+    sent. `first step`: only the first step uses them. A number n: of several calls of the method,
+    only the result of call n (from 0) is used. Methods not named here: all steps and the decode use
+    them."""
     initial_latent_source: str | None = None
-    """Tensor of later packets that gives their steps the first latent. `latents`: they use parts
-    which no step changes; None: only the first step uses it."""
+    """Name of the tensor in packets after the first step from which the result of `prepare_latents`
+    is rebuilt. `latents`: the current latent, of which later steps use only parts that no step
+    changes. Another name: a copy of the initial latent. None: only the first step uses the
+    result."""
     num_results_equal_latents: int = 0
-    """Number of schedulers, by their first steps, whose results are part of the latent; these do
-    not travel."""
+    """Number of the pipeline's schedulers (in the order of their first `step`) whose step results
+    are not sent in packets, because the pipeline rebuilds them from the latent."""
     branches: Literal["calls", "batch"] | None = None
-    """A guided step evaluates its two branches by two calls whose results are used after both, or
-    by one call with a batch of two, which two ranks may round differently; None: otherwise."""
+    """How a step with classifier-free guidance evaluates its two branches, for two ranks that share
+    the step. `calls`: the denoiser is called once for each branch, and the results are used after
+    both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
+    rounded differently. None: neither, so that two ranks cannot share a step."""
     batched_arguments: frozenset[str] = frozenset({"hidden_states", "encoder_hidden_states"})
-    """Arguments of the denoiser whose first axis is the batch of the two branches."""
+    """Names of the denoiser's arguments whose first axis is the batch of the two guidance
+    branches."""
     shared_arguments: frozenset[str] = frozenset()
-    """Arguments of the denoiser that both branches share, although an axis of theirs may be two."""
+    """Names of the denoiser's arguments that have no batch axis, although their first axis can have
+    length two; both guidance branches get them whole."""
     latent_channels: Callable[[Any], int] = lambda pipe: int(pipe.transformer.config.in_channels)
-    """Channels of the latent, from a loaded pipeline, as its `prepare_latents` counts them."""
+    """Function that returns the number of channels of the latent for a loaded pipeline, as the
+    pipeline's `prepare_latents` computes it."""
     latent_frames: Callable[[Any, Any, int], int] = lambda _, __, frames: frames
-    """Frames of the latent, from the pipeline, the sampling parameters, and the frames that the VAE
-    makes of a clip's."""
+    """Function that returns the number of frames of the latent. Its arguments are the loaded
+    pipeline, the sampling parameters, and the number of latent frames to which the VAE compresses
+    the clip."""
     latent_dtype: Literal["fp32", "model", "stepped", "stepped from text"] = "fp32"
-    """dtype of the latent: `fp32`; that of the denoiser (`model`); or float32 until the first step,
-    from which on `FlowMatchEulerDiscreteScheduler` returns that of the denoiser (`stepped`), except
-    for clips from an image (`stepped from text`)."""
+    """dtype of the latent. `fp32`: float32. `model`: the denoiser's dtype. `stepped`: float32
+    before the first step; after it the denoiser's dtype, if the scheduler is
+    `FlowMatchEulerDiscreteScheduler`. `stepped from text`: as `stepped` for clips from text, and
+    float32 for clips from an image."""
     decodes_in_chunks: bool = False
-    """Whether `decode_latents` decodes `decode_chunk_size` frames at a time, each on their own."""
+    """Whether the pipeline's `decode_latents` decodes chunks of `decode_chunk_size` frames, which
+    do not depend on each other."""
     memory_options: bool = False
-    """Whether the denoiser and the VAE take `memory_opt` and `channels_last`."""
-    frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "all that svdpp makes")
-    """Fewest and most frames of a clip, and the reason."""
+    """Whether the options `memory_opt` and `channels_last` of `ModelConfig` can be used."""
+    frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "the limits of svdpp")
+    """Smallest and largest number of frames of a clip, and the reason, for the error message."""
     checkpoint_facts: Callable[[CheckpointConfigs], CheckpointFacts] = lambda _: {}
-    """Returns what the configs of a checkpoint say; refuses what the spec does not cover."""
+    """Function that reads fields of `Checkpoint` from a checkpoint's configs. It raises
+    `ModelError` for configs that this spec does not describe."""
     check_sampling: Callable[[CheckedCheckpoint, Any], None] = lambda *_: None
-    """Refuses sampling parameters (second) that diffusers cannot run with a checkpoint (first)."""
+    """Function that raises `RequestError` if diffusers cannot run a checkpoint (first argument)
+    with the given sampling parameters (second argument)."""
     renamed_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Sampling parameters by those arguments of `__call__` that have other names."""
+    """Names of sampling parameters by the arguments of the pipeline's `__call__` that take them;
+    only where the two names differ."""
     call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
-    """Arguments of `__call__` that are not sampling parameters, from those that are."""
+    """Function that returns further arguments of the pipeline's `__call__`, given the sampling
+    parameters. They replace arguments of the same name."""
     generator_device: Callable[[CheckedCheckpoint, Any, str], str] = lambda *_: "cpu"
-    """Device on which noise is drawn: the CPU where diffusers accepts it, for equal clips."""
+    """Function that returns the device of the clip's random generator, given the checkpoint, the
+    sampling parameters and the pipeline's device. The CPU is used wherever diffusers allows this,
+    so that the noise does not depend on the kind of GPU."""
     modular: ModularSpec | None = None
-    """How the family's modular pipelines run; None: its pipelines are not modular."""
+    """How svdpp runs the family's modular pipelines; None: the pipelines are not modular."""
     resizes_early: bool = False
-    """Whether an image is resized before the encode: see `models.engine.model`."""
+    """Whether `EngineModel.prepare` resizes the image in svdpp's own code, before the pipeline's
+    encode."""
 
     def __post_init__(self) -> None:
         assert issubclass(self.sampling, CommonSampling)
 
     @property
     def name(self) -> str:
-        """Name of the family, by which users ask for it."""
+        """Name of the family, as in the option `--family`."""
         return str(self.sampling.family)
 
     @property
     def components(self) -> frozenset[str]:
-        """Names of the components that a rank may need."""
+        """Names of all components that some rank may load."""
         return self.required_components.union(IMAGE_ENCODERS, self.denoisers)
 
     @property
     def required_components(self) -> frozenset[str]:
-        """Names of those of `components` that every checkpoint has."""
+        """Names of the components that every checkpoint of the family must have."""
         encode_and_decode = (*self.encode_components, *self.decode_components)
         return frozenset((*encode_and_decode, self.denoisers[0], *self.shared_components))
 
     def pipeline(self, from_image: bool) -> str:
-        """Return the name of the pipeline's class for a clip from an image or from text."""
+        """Return the name of the pipeline class for clips from an image, or for clips from text."""
         name = self.image_pipeline if from_image else self.text_pipeline
         assert name is not None
         return name

@@ -1,4 +1,4 @@
-"""The parameter `strength` of clips from a video: their steps are the last ones of a schedule."""
+"""Sampling parameter `strength` of video-to-video families, which run the end of a schedule."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from svdpp.config.limits import MAX_STEPS, require
 from svdpp.config.sampling import Param
 
 STRENGTH = Param(
-    highest=1, help="How much of the video is replaced: all of it by 1.", excludes_lowest=True
+    highest=1, help="How much of the video is replaced; 1 replaces all of it.", excludes_lowest=True
 )
 
 
 def all_steps(sampling: Any) -> dict[str, int]:
-    """Return the argument for the schedule's steps, of which the clip's are the last ones.
+    """Return `num_inference_steps` for a video-to-video pipeline, so that a clip gets its steps.
 
-    The pipeline leaves out the first ones, by `strength`.
+    The pipeline runs only the last steps of the schedule, in proportion to `strength`. So the
+    argument is larger than the clip's number of steps.
     """
     steps, strength = sampling.num_inference_steps, sampling.strength
     fewest = max(steps, int(steps / strength) - 1)
@@ -25,17 +26,17 @@ def all_steps(sampling: Any) -> dict[str, int]:
 
 
 def check_strength(_: object, sampling: Any) -> None:
-    """Check that the schedule has at most `MAX_STEPS` steps.
+    """Check that the schedule of a video-to-video clip has at most `MAX_STEPS` steps.
 
     Raises:
-        RequestError: It has more.
+        RequestError: The schedule has more than `MAX_STEPS` steps.
     """
     (total,) = all_steps(sampling).values()
     require(
         total <= MAX_STEPS,
-        f"`num_inference_steps` {sampling.num_inference_steps} are the last of {total} for "
-        f"`strength`={sampling.strength:g}, and the limit is {MAX_STEPS}",
-        "use fewer `num_inference_steps` or more strength",
+        f"`num_inference_steps` {sampling.num_inference_steps} with `strength`="
+        f"{sampling.strength:g} needs a schedule of {total} steps, and the limit is {MAX_STEPS}",
+        "use fewer `num_inference_steps` or a higher strength",
         steps=sampling.num_inference_steps,
         all_steps=total,
         strength=sampling.strength,

@@ -1,4 +1,4 @@
-"""Stable Video Diffusion: clips from an image, without a prompt."""
+"""Sampling parameters and spec of Stable Video Diffusion: clips from an image, without a prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from svdpp.config.sampling import DEFAULT_NUM_STEPS, CommonSampling
 
 @dataclass(frozen=True, kw_only=True)
 class SvdSampling(CommonSampling):
-    """The parameters of diffusers' `StableVideoDiffusionPipeline.__call__`, with its defaults."""
+    """Sampling parameters of diffusers' `StableVideoDiffusionPipeline`, with its defaults."""
 
     latent_axes: ClassVar[str] = "BFCHW"
     from_image: ClassVar[bool] = True
@@ -31,8 +31,9 @@ class SvdSampling(CommonSampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.min_guidance_scale, self.max_guidance_scale
-        # diffusers decides about guidance twice: by the maximum when it encodes, and by the larger
-        # of both when it denoises. If the two differ, its __call__ fails with a shape error.
+        # diffusers decides twice whether guidance is on: in the encode by `max_guidance_scale > 1`,
+        # # and in the loop by the larger of both scales. If the two decisions differ, the pipeline
+        # fails # with a shape error.
         require(
             high > 1 or low <= 1,
             f"`min_guidance_scale` {low} is above 1 but `max_guidance_scale` {high} is not: "
@@ -53,11 +54,11 @@ class SvdSampling(CommonSampling):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether classifier-free guidance does two forward passes for each step."""
+        """Whether classifier-free guidance is on, which doubles the forward passes of each step."""
         return self.max_guidance_scale > 1
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy with numbers for `num_frames` and `decode_chunk_size`, as in diffusers.
+        """Return a copy with diffusers' values for `num_frames` and `decode_chunk_size` if None.
 
         Args:
             model_frames: Number of frames in the model's config.
@@ -73,7 +74,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return half of the UNet's channels: the others are the image's."""
+    """Return half of the UNet's input channels; the other half is for the image's latent."""
     return int(pipe.unet.config.in_channels) // 2
 
 

@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2, VACE, Animate, and Wan 2.1 from a video."""
+"""Sampling parameters and specs of Wan 2.1 and 2.2, Wan VACE and Wan Animate."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class WanBaseSampling(PromptedSampling):
-    """The parameters that all of Wan's pipelines take, with the defaults of most of them."""
+    """Sampling parameters that all pipelines of Wan share, with the most common defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
     own: ClassVar[Mapping[str, Param]] = {
         "guidance_scale_2": Param(
             highest=MAX_GUIDANCE,
-            help="Guidance in the steps of the low-noise expert.",
+            help="Guidance scale in the steps of the low-noise expert.",
             shown_default="guidance_scale",
         ),
         "flow_shift": Param(
@@ -44,7 +44,7 @@ class WanBaseSampling(PromptedSampling):
     width: int = 832
     num_frames: int = 81
     fps: float = 16
-    """Frames per second of the file; the model does not depend on it."""
+    """Frames per second of the video file; the model does not use it."""
     guidance_scale: float = 5.0
     guidance_scale_2: float | None = None
     flow_shift: float | None = None
@@ -53,14 +53,14 @@ class WanBaseSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanPipeline` and `WanImageToVideoPipeline`, with defaults."""
+    """Sampling parameters of `WanPipeline` and `WanImageToVideoPipeline`, with their defaults."""
 
     family: Literal["wan"] = "wan"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanVaceSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanVACEPipeline` for clips with a reference image."""
+    """Sampling parameters of diffusers' `WanVACEPipeline` for clips with a reference image."""
 
     own: ClassVar[Mapping[str, Param]] = {
         **WanBaseSampling.own,
@@ -73,7 +73,7 @@ class WanVaceSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanVaceControlSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanVACEPipeline` for clips that a video controls."""
+    """Sampling parameters of diffusers' `WanVACEPipeline` for clips that a video controls."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
@@ -87,7 +87,7 @@ class WanVaceControlSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanFromVideoSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanVideoToVideoPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `WanVideoToVideoPipeline`, with its defaults."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {**WanBaseSampling.own, "strength": STRENGTH}
@@ -99,7 +99,7 @@ class WanFromVideoSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanSegmentSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanAnimatePipeline`, with defaults, for one segment."""
+    """Sampling parameters of diffusers' `WanAnimatePipeline` for clips of one segment."""
 
     num_inference_steps: int = 20
     height: int = 720
@@ -111,7 +111,7 @@ class WanSegmentSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanAnimateSampling(WanSegmentSampling):
-    """The parameters of Wan Animate whose character moves as the one in the videos."""
+    """Sampling parameters of Wan Animate in the mode that animates the image's character."""
 
     videos: ClassVar[Mapping[str, int | None]] = {"pose_video": None, "face_video": 512}
 
@@ -120,7 +120,7 @@ class WanAnimateSampling(WanSegmentSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanReplaceSampling(WanSegmentSampling):
-    """The parameters of Wan Animate whose character replaces the one in the videos."""
+    """Sampling parameters of Wan Animate in the mode that replaces the character of a video."""
 
     videos: ClassVar[Mapping[str, int | None]] = {
         "pose_video": None,
@@ -134,22 +134,22 @@ class WanReplaceSampling(WanSegmentSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanModularSampling(WanBaseSampling):
-    """The parameters of diffusers' `WanModularPipeline` and `WanImage2VideoModularPipeline`."""
+    """Sampling parameters of `WanModularPipeline` and `WanImage2VideoModularPipeline`."""
 
     family: Literal["wan_modular"] = "wan_modular"
 
 
-_TWO_IMAGES = "is for a first and a last image"
+_TWO_IMAGES = "is set only for models with a first and a last image"
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether the denoiser takes an image's embedding, whose layers LoRAs may change."""
+    """Return whether the denoiser has layers for an image embedding, which LoRAs may change."""
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
 def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips end at an image, as the embedding of images by Wan's denoiser says."""
+    """Return whether the checkpoint takes a last image, according to the denoiser's config."""
     if configs.index.values.get("expand_timesteps"):
         reason = "diffusers ignores it for a model with expand_timesteps, such as Wan 2.2 5B"
         return {"last_image_use": "refused", "last_image_reason": reason}
@@ -210,7 +210,8 @@ def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     if not sampling.from_image:
         return
-    # Some are whole numbers: of two equal ones, the pipeline takes the second for the first.
+    # UniPC rounds timesteps to integers. If the first two are equal, diffusers' schedulers start at
+    # the second one.
     timesteps = checkpoint.timesteps(sampling).tolist()
     require(
         len(timesteps) == 1 or timesteps[0] != timesteps[1],
@@ -228,12 +229,15 @@ def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def vae_channels(pipe: Any) -> int:
-    """Return the channels of Wan's VAE; from an image, the denoiser takes the image's as well."""
+    """Return the number of latent channels of Wan's VAE.
+
+    The denoiser's input channels do not tell it: for clips from an image they include the image's.
+    """
     return int(pipe.vae.config.z_dim)
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return one frame more: the image's, in front."""
+    """Return the number of latent frames; an input image adds one in front."""
     return frames + 1 if sampling.from_image else frames
 
 
@@ -311,11 +315,13 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        "video_processor.preprocess_video": 1,  # of the face, which steps encode
+        # Call 1 is for the face video, which each step encodes.
+        "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
     },
-    frame_limits=(5, 77, "one segment of the model"),  # to begin another, the pipeline decodes it
+    # The pipeline decodes a segment before the next one starts, so steps cannot be split there.
+    frame_limits=(5, 77, "one segment of the model"),
     latent_frames=_frames_with_image,
 )
 

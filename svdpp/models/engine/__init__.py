@@ -1,1 +1,1 @@
-"""Engine that runs diffusers' video pipelines in parts; a `FamilySpec` describes each family."""
+"""Engine that runs diffusers' video pipelines in parts, such as a range of denoising steps."""

@@ -1,13 +1,13 @@
-"""Call of diffusers' unmodified `__call__` that runs only a range of the denoising steps.
+"""Call of a pipeline's unmodified `__call__` that runs only a range of the denoising steps.
 
-The call sees all timesteps. Before the denoiser's first call, an encoding rank records the results
-of the pipeline's methods and components. All other ranks replay these results. Steps before the
-range are phantom steps: denoisers return zeros, and the scheduler's `step` returns the result that
-the earlier rank got. So the pipeline's own code rebuilds its loop variables. The state of a
-scheduler is the part of its `__dict__` that `step` has changed.
+The pipeline always loops over all timesteps. Until the denoiser's first call, the rank that encodes
+records the results of the pipeline's methods and components, and all other ranks replay these
+results. Steps before the range are phantom steps: denoisers return zeros, and `scheduler.step`
+returns the result that the earlier rank has sent. So the pipeline's own code rebuilds the variables
+of its loop. The state of a scheduler is the part of its `__dict__` that `step` has changed.
 
-A step is one or more calls of denoisers, then one or more calls of `scheduler.step`. Pipelines that
-make a clip in chunks have a loop for each chunk. Their steps are numbered through all loops.
+A step consists of calls of denoisers, followed by calls of `scheduler.step`. Pipelines that make a
+clip in chunks have one loop for each chunk; steps are numbered through all loops.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, 
 from svdpp.models.engine import records
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 
-# A clip of 6 steps on two ranks, the second of which runs steps 3 to 6 and decodes. Each line is
-# one call of the pipeline's own `__call__`, from its beginning. `_Stop` ends the call where the
+# The table shows a clip of 6 steps on two ranks, of which the second runs steps [3, 6) and decodes.
+# Each line is one call of the pipeline's `__call__`. The exception `_Stop` ends the call where the
 # line ends: before the denoiser's first call, or after the last step of the range.
 #
 #   call          encoding  step 0   step 1   step 2   step 3   step 4   step 5   decoding
@@ -38,16 +38,15 @@ from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in,
 #   steps [0, 3)  replays   runs     runs     runs
 #   steps [3, 6)  replays   phantom  phantom  phantom  runs     runs     runs
 #   decode        replays   phantom  phantom  phantom  phantom  phantom  phantom  runs
-#
-# A phantom step costs no forward pass. The denoiser returns zeros, and the pipeline computes with
-# these zeros. `scheduler.step` discards its input and returns the result of the last step that ran,
-# which is in the packet. Before the first step that runs, the schedulers' `__dict__` and the
-# generator get their state from the packet. So every local variable of `__call__` that depends on
-# the number of finished steps (indices, chunks, the latent) has the same value as on one device.
+# A phantom step needs no forward pass. The denoiser returns zeros, and the pipeline computes with
+# these zeros. `scheduler.step` discards its input and returns the result of the last finished step,
+# which is in the packet. Before the first real step, the schedulers' `__dict__` and the generator
+# are set to the states in the packet. So every local variable of `__call__` that depends on the
+# number of finished steps (indices, chunks, the latent) has the same value as on one device.
 
 
 class _Stop(Exception):
-    """Exception that ends the call of the pipeline."""
+    """Exception that ends a pipeline's `__call__` at the end of the range of steps."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,40 +54,42 @@ class RangeCall:
     """Call of a pipeline that runs the steps from `start` to `end` (exclusive)."""
 
     pipe: Any
-    """Pipeline of diffusers, whose scheduler only this call uses."""
+    """Pipeline of diffusers. No other call uses the same scheduler object."""
     spec: FamilySpec
     given: Node | None
-    """Structure of the received packet, with the state after `start` steps; None: this call
-    encodes."""
+    """Structure of the received packet, with the state after `start` steps. None: there is no
+    packet, because this call encodes."""
     received: Tensors
     """Tensors of the received packet."""
     start: int
     end: int | None
-    """Step before which the call ends; None: the call runs all further steps and decodes."""
+    """Step before which the call ends. None: the call runs all steps from `start` and decodes."""
     generator: torch.Generator
-    """Generator of the clip."""
+    """Random generator of the clip."""
     after_step: AfterStep | None = None
-    """Callback after each step of the range; an exception from it ends the call."""
+    """Callback after each step of the range; an exception from the callback ends the call."""
     branches: GuidanceBranches | None = None
-    """State of a pair of ranks; None: this rank evaluates both branches of the guidance."""
+    """Guidance that is shared with a second rank; None: this rank evaluates both branches."""
 
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # A bound method of this object would keep the packet's memory alive after the call.
+        # A partial function is used, because a bound method of this object would keep the packet's
+        # memory alive after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
-        # Each scheduler with its state before its first `step`, ordered by these first steps.
+        # Pairs of a scheduler and its state before its first `step`, in the order of first steps.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
-        # Results of the current step: index of the scheduler, return value of `step`, and its copy.
+        # Results of the current step: index of the scheduler, return value of `scheduler.step`, and
+        # a copy of the return value.
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        # Last results of `step` in each finished chunk, by scheduler.
+        # For each finished chunk, the results of the last step, by scheduler.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
@@ -96,14 +97,14 @@ class RangeCall:
         """Return the packet for the next rank: after the range's last step, or after the encode.
 
         Args:
-            inputs: Facts about the clip that later calls need, if this call encodes; None: the
-                facts in the received packet.
+            inputs: Facts about the clip's inputs that later calls need, if this call encodes. None:
+                the facts from the received packet are passed on.
         """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
-        return self  # a pipeline may copy its scheduler
+        return self  # pipelines copy their scheduler, which has an attribute with this object
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -113,20 +114,22 @@ class RangeCall:
             arguments: Arguments of the pipeline's `__call__`.
 
         Returns:
-            Result of the pipeline; None if the call ends before a step.
+            Result of the pipeline; None if the call ends before the decode.
 
         Raises:
-            ModelError: The pipeline draws from torch's global generator, or runs another number of
-                steps than requested.
+            ModelError: The pipeline draws random numbers from torch's global generator, or does not
+                run the requested number of steps.
         """
         callback = step_callback(self.pipe, self._on_step_end)
         before, result, problem = global_states(self._device), None, ""
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
         if records.tensors_differ(before, global_states(self._device)):
-            problem = "draws random numbers from torch's global generator: no two runs are equal"
+            problem = (
+                "draws random numbers from torch's global generator: clips are not reproducible"
+            )
         elif self.end is not None and not self._structure:
-            problem = f"ends before step {self.end}: it runs another number of steps than asked for"
+            problem = f"ends before step {self.end}: it does not run the requested number of steps"
         if problem:
             name = type(self.pipe).__name__
             raise ModelError(f"{name} {problem}", details={"pipeline": name, "step": self.end})
@@ -144,7 +147,7 @@ class RangeCall:
             if self._index < self.start:
                 return self._phantom_output()
             if getattr(module, "is_skeleton", False):
-                raise ValueError(f"step {self._index} needs {name}, which is not loaded")
+                raise ValueError(f"step {self._index} needs {name}, which this rank has not loaded")
             if self.branches is None:
                 output = real(*args, **kwargs)
             else:
@@ -216,14 +219,14 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
             self._records.restore(step["generators"])
-        chunks = step["chunks"]  # a packet for measuring a decode has fewer
+        chunks = step["chunks"]  # a packet for measuring a decode has fewer chunks than the clip
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """End a step that ran.
+        """Pack the state after a real step, and call `after_step`.
 
-        This is not called in `step`, because a pipeline may change its scheduler after `step`.
+        `step` does not do this, because a pipeline may change the scheduler after `scheduler.step`.
         """
         if not self._ran:
             return
@@ -234,12 +237,12 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """Return the latent after the last step, from the step callback if the pipeline has one."""
+        """Return the latent after the last step, by the step callback if there is one."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep a step's latent; after the last phantom step, return the received latent instead."""
+        """Keep the latent of a step; after the last phantom step, return the received latent."""
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -249,7 +252,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the pipeline's progress bar: `update` ends a step, the block's end a chunk."""
+        """Replace the pipeline's progress bar. Its `update` ends a step; its exit ends a chunk."""
         yield self
         self.update()
         if self.end is not None:
@@ -258,7 +261,7 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """End a step. The pipeline calls this method of its progress bar after each step."""
+        """End a step. Pipelines call this method of the progress bar after each step."""
         self._finish_step()
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
@@ -269,7 +272,8 @@ class RangeCall:
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
-            # Packed first: the latent is often the result of `step`, and is then not packed again.
+            # The latent is packed first. It is often also a result of `scheduler.step`, and a
+            # tensor is packed only once.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
             recorded = self._records.passed_on(self.received, self._packer.tensors)
@@ -324,20 +328,20 @@ class RangeCall:
             try:
                 yield
             finally:
-                del scheduler._step_hook  # frees the packet too
+                del scheduler._step_hook  # also frees the packet
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = records.component_methods(component).items()
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        if self.given is not None:  # a tensor that an encode casts is not used again
+        if self.given is not None:  # later calls use no tensor that an encode casts
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
 
 
 def global_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's global generators, as tensors in host memory."""
+    """Return the states of torch's global random generators, as tensors in host memory."""
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
@@ -366,8 +370,8 @@ def hooked_scheduler_class(real: Any) -> Any:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._step_hook.step(self, functools.partial(real.step, self), args, kwargs)
 
-    # Name and signature stay: pipelines inspect the signature of `step`, and diffusers writes the
-    # class's name into the config.
+    # The subclass keeps name and signature, because pipelines inspect the signature of `step`, and
+    # diffusers writes the class's name into the config.
     methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
     return type(real.__name__, (real,), methods)
 
@@ -377,11 +381,12 @@ def hooked_scheduler_class(real: Any) -> Any:
 
 @dataclass(eq=False)
 class GuidanceBranches:
-    """Guidance with two ranks: in each step, each rank evaluates the denoiser for one branch.
+    """Guidance on a pair of ranks: in each step, each rank evaluates the denoiser for one branch.
 
-    The rule `batch` is for pipelines that call the denoiser once in each step, with a batch of two.
-    Each rank evaluates half of the batch. The rule `calls` is for pipelines that call the denoiser
-    twice, and use the two results only after both calls. Both ranks run the pipeline's own code:
+    `FamilySpec.branches` is `batch` for pipelines that call the denoiser once in each step, with a
+    batch of two. Each rank then evaluates half of the batch. It is `calls` for pipelines that call
+    the denoiser twice in each step, and use the two results only after both calls. The table shows
+    a step with `calls`, in which both ranks of the pair run the pipeline's own code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -389,35 +394,39 @@ class GuidanceBranches:
                          has sent                      the zeros become what rank 2u has sent
         scheduler.step   equal arguments, equal result on both ranks
 
-    Rank 2u + 1 cannot evaluate earlier, because it gets the arguments of the second call only when
-    the pipeline makes this call. In the first step of a process, rank 2u + 1 also evaluates the
-    first call. The result shows the shape of the zeros.
+    Rank 2u + 1 cannot start earlier, because the pipeline makes the second call only after the
+    first call has returned. In the first step of a process, rank 2u + 1 also evaluates the first
+    call, to learn the shape of the zeros.
     """
 
     spec: FamilySpec
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """List with the structure of the denoiser's result; empty until the first step of a process."""
+    """Structure of the denoiser's result, as a list of one element; empty until the first step of a
+    process."""
     _calls: int = 0
     _first: Any = None
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call the denoiser for this rank's branch of the guidance, and exchange results in a pair.
+        """Call the denoiser for this rank's guidance branch, and exchange results with the partner.
 
-        The other rank of the pair calls the denoiser for the other branch.
+        The partner rank calls the denoiser for its own branch.
 
         Args:
             step: Index of the step.
             real: Bound method `forward` of the denoiser.
             args: Positional arguments of the pipeline's call of the denoiser.
-            kwargs: Keyword arguments of this call.
+            kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result of the pipeline's call, which is equal on both ranks before the scheduler's step.
+            Result of the pipeline's call of the denoiser. With `calls`, the result may be zeros
+            until the second call has returned. Before `scheduler.step`, it is equal on both
+            ranks.
 
         Raises:
-            ModelError: The step calls the denoiser another number of times than the rule allows.
+            ModelError: The step calls the denoiser more often than `FamilySpec.branches`
+                allows.
         """
         self._calls += 1
         branch, is_first = self.partner.branch, self._calls == 1
@@ -448,14 +457,14 @@ class GuidanceBranches:
         return own
 
     def end_step(self, step: int) -> None:
-        """Check that both branches of a step are evaluated, before the scheduler's step.
+        """Check that both branches of a step have been evaluated, before `scheduler.step`.
 
         Raises:
             ModelError: Only one branch was evaluated.
         """
         if self.spec.branches == "calls" and self._calls == 1:
             raise ModelError(
-                f"step {step} evaluates one branch of the guidance only",
+                f"step {step} evaluates only one branch of the guidance",
                 "leave `cfg_parallel` out",
                 details={"step": step, "evaluations": self._calls},
             )
@@ -478,12 +487,12 @@ class GuidanceBranches:
 def split_batch(
     branch: int, spec: FamilySpec, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a denoiser's arguments for one branch, given the arguments with a batch of two.
+    """Return a denoiser's arguments for one guidance branch, out of arguments with a batch of two.
 
     Args:
         branch: Position of the branch in the batch, 0 or 1.
         spec: Spec of the family, which names the arguments with a batch axis.
-        real: `forward` of the denoiser, whose signature gives the names of the arguments.
+        real: Bound method `forward` of the denoiser, whose signature names the arguments.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
 
@@ -497,7 +506,7 @@ def split_batch(
         if name in spec.batched_arguments:
             if lengths - {2}:
                 raise ModelError(
-                    f"a batch of {max(lengths)} is not one for each branch: {name}",
+                    f"{name} has a batch of {max(lengths)}, but guidance has two branches",
                     details={"batch": max(lengths), "argument": name},
                 )
             bound.arguments[name] = tree_map(functools.partial(_part, branch), value)
@@ -518,5 +527,5 @@ def _part(branch: int, leaf: Any) -> Any:
 
 
 def join_batch(first: Any, second: Any) -> Any:
-    """Join the results of two branches along the batch axis; the inverse of `split_batch`."""
+    """Concatenate the results of two guidance branches along the batch axis."""
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

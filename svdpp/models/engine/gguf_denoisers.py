@@ -1,8 +1,8 @@
-"""Loader of denoisers from GGUF files. diffusers loads them, and each tensor is checked.
+"""Loader of denoisers from GGUF files through diffusers, with a check of each tensor.
 
-diffusers renames a file's tensors. It only warns if a tensor belongs to no weight, and leaves
-weights uninitialised that the file lacks. So the tensors are first renamed without their data, and
-the names must be exactly the names of the module's weights.
+diffusers renames the tensors of a file. It only warns about tensors that fit no weight of the
+model, and leaves weights uninitialised that the file lacks. So the tensors are first renamed
+without their data, and the new names must be exactly the names of the model's weights.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
         dtype: Dtype of the computation, and of the weights that are not quantised.
 
     Raises:
-        ModelError: The file's tensors are not those of the denoiser.
+        ModelError: Names or shapes of the file's tensors differ from the denoiser's weights.
     """
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    with warnings.catch_warnings(action="ignore"):  # about read-only pages
+    with warnings.catch_warnings(action="ignore"):  # warnings about read-only pages
         return cls.from_single_file(
             str(file.path),
             config=str(folder),
@@ -59,14 +59,14 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
 def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor]:
     """Return the tensors of a GGUF file, without data, by the names of a denoiser's weights.
 
-    As in diffusers, quantised tensors have the shape of their bytes, and a `quant_type`.
+    As in diffusers, a quantised tensor has the shape of its bytes, and an attribute `quant_type`.
 
     Args:
         module: Denoiser of diffusers; only names and shapes of its weights are read.
         file: Checked GGUF file.
 
     Raises:
-        ModelError: The file's tensors are not those of the denoiser.
+        ModelError: Names or shapes of the file's tensors differ from the denoiser's weights.
     """
     cls, label = type(module), file.label
     state = module.state_dict()
@@ -100,7 +100,8 @@ def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor
 def _without_data(entry: GgufTensor) -> torch.Tensor:
     if not entry.is_quantised:
         return torch.empty(entry.shape, dtype=_DTYPES[entry.type.name], device="meta")
-    from diffusers.quantizers.gguf.utils import GGUFParameter  # imports gguf, an extra
+    # Imports gguf, an optional dependency.
+    from diffusers.quantizers.gguf.utils import GGUFParameter
     from gguf import GGMLQuantizationType
 
     data = torch.empty(entry.byte_shape, dtype=torch.uint8, device="meta")
@@ -113,8 +114,8 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
     shape = tuple(getattr(tensor, "quant_shape", tensor.shape))
     if shape != tuple(expected):
         raise ModelError(
-            f"{label}: {short_repr(name)} has the shape {list(shape)}, and {list(expected)} by the "
-            "checkpoint's config",
+            f"{label}: {short_repr(name)} has the shape {list(shape)}, but the checkpoint's "
+            f"config says {list(expected)}",
             "use a file of the same model as the checkpoint",
             details={"tensor": name, "shape": list(shape), "config_shape": list(expected)},
         )
@@ -129,7 +130,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _is_read(module: Any, name: str) -> bool:
-    """Whether diffusers reads this tensor in a quantised type: linear weights, and fp32 modules."""
+    """Whether diffusers can read this tensor if it is quantised: only in linear and fp32 layers."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")
@@ -139,18 +140,18 @@ def _is_read(module: Any, name: str) -> bool:
 def quantise_fake(
     module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
 ) -> None:
-    """Replace layers of a denoiser with fake tensors by the quantised layers of a GGUF file.
+    """Give a denoiser of fake tensors the quantised layers that a GGUF file would give it.
 
     Args:
-        module: Denoiser, whose weights are replaced by fake tensors of bytes.
+        module: Denoiser with fake weights, whose quantised weights become fake tensors of bytes.
         file: Checked GGUF file.
-        dtype: Dtype in which the layers compute.
-        fake: Mode of the fake tensors.
+        dtype: Dtype in which the quantised layers compute.
+        fake: Fake tensor mode in which `module` was created.
 
     Raises:
-        ModelError: The file's tensors are not those of the denoiser.
+        ModelError: Names or shapes of the file's tensors differ from the denoiser's weights.
     """
-    from diffusers.quantizers.gguf.utils import GGUFLinear  # imports gguf, an extra
+    from diffusers.quantizers.gguf.utils import GGUFLinear  # imports gguf, an optional dependency
 
     for name, tensor in converted_tensors(module, file).items():
         kept = {*(module._keep_in_fp32_modules or ())}.intersection(name.split("."))

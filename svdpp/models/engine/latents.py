@@ -1,8 +1,8 @@
 """Computation of the shape and dtype that the latent in a packet must have.
 
-A receiver computes both from the pipeline and the sampling parameters, before the packet arrives.
-The formulas are the ones in each pipeline's `prepare_latents` in diffusers. `FamilySpec` has the
-differences between families.
+The receiver of a packet computes both from the pipeline and the sampling parameters, before the
+packet arrives. The formulas are the same as in `prepare_latents` of each pipeline in diffusers;
+`FamilySpec` has the differences between families.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
 
-# Attributes of diffusers' pipelines with the number of pixels of a side, or of frames, that one
-# position of the latent represents.
+# Names of the pipeline attributes with the VAE's compression factors: pixels of a side, or frames,
+# for each position of the latent.
 _SPATIAL = (
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
     "vae_scale_factor",
@@ -23,8 +23,8 @@ _SPATIAL = (
 _TEMPORAL = (
     *("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor"),
 )
-# Scheduler whose `step` returns the dtype of the denoiser's output. Other schedulers keep the dtype
-# of the latent.
+# Scheduler whose `step` returns a latent in the dtype of the denoiser's output. Other schedulers
+# keep the latent's dtype.
 _CASTING = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -69,5 +69,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any) -> tuple[int, ...]:
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return the value of the first of these attributes that a pipeline has; 1 if it has none."""
+    """Return the value of the first attribute in `names` that a pipeline has; 1 if it has none."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -1,4 +1,4 @@
-"""Loader of a pipeline for one rank: loads the rank's components, and skeletons of the others."""
+"""Loader of a rank's pipeline: components that the rank runs, and skeletons without weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
 
-#: Names of the modules that define the classes of components.
+#: Names of the Python modules that define the component classes.
 _LIBRARIES = (
     *("diffusers", "transformers"),
     *(
@@ -37,7 +37,8 @@ _LIBRARIES = (
         if spec.pipeline_package is not None
     ),
 )
-#: Submodules of VAEs that only an encode of images uses, and that only a decode uses.
+#: Submodules of a VAE that only the encode of images uses, and submodules that only the decode
+#: uses.
 _ONLY_ENCODE, _ONLY_DECODE = ("encoder", "quant_conv"), ("decoder", "post_quant_conv")
 
 
@@ -51,13 +52,13 @@ def silence_libraries() -> None:
         library.utils.logging.disable_progress_bar()
     # Modular pipelines log every exception of a block with its traceback before they raise it.
     logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
-    # tqdm's default lock has a semaphore. A rank that a signal ends would leave the semaphore
-    # behind.
+    # The default lock of tqdm contains a semaphore, which a rank that is killed by a signal would
+    # leave behind in /dev/shm.
     tqdm.tqdm.set_lock(threading.RLock())
 
 
 def preload(family: str) -> None:
-    """Import diffusers' pipelines of a family, and so the classes of their components."""
+    """Import the pipeline classes of a family from diffusers, which imports their components."""
     silence_libraries()
     spec = FAMILY_SPECS[family]
     for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
@@ -86,7 +87,7 @@ def silence_blocks(block: Any) -> None:
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:
-    """Load the pipeline of a rank. Components that only other ranks use become skeletons.
+    """Load the pipeline of one rank. Components that only other ranks use become skeletons.
 
     Args:
         checkpoint: Checked checkpoint, with weights.
@@ -121,13 +122,13 @@ def load_pipeline(
 def build_pipeline(
     checkpoint: Checkpoint, from_image: bool, parts: dict[str, Any], device: torch.device
 ) -> Any:
-    """Create a pipeline from loaded components.
+    """Create a pipeline of diffusers from loaded components.
 
     Args:
         checkpoint: Checked checkpoint.
-        from_image: Whether to use the class of diffusers for clips from an image.
+        from_image: Whether to create the pipeline class for clips from an image.
         parts: Components by name.
-        device: Device that the pipeline reports, even if its first component is a skeleton.
+        device: Device that `pipe.device` returns, even if some components are skeletons.
 
     Raises:
         ModelError: diffusers rejects the components.
@@ -157,21 +158,22 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name  # as diffusers
+    # diffusers does the same.
+    name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
         return next(getattr(library, name) for library in found if hasattr(library, name))
 
 
 def component_dtype(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
-    """Return the dtype of a component's weights if the model has `dtype`."""
+    """Return the dtype of a component's weights, given the dtype of the model."""
     return torch.float32 if part in checkpoint.spec.fp32_components else DTYPES[dtype]
 
 
 def unused_submodules(
     checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any
 ) -> tuple[str, ...]:
-    """Return the submodules of a component that a rank with these roles does not use."""
+    """Return the names of a component's submodules that a rank with these roles never calls."""
     if part != "vae":
         return ()
     encodes = roles.encode and (part in checkpoint.spec.encode_components or sampling.from_image)
@@ -204,7 +206,7 @@ def apply_memory_options(
 
 @functools.cache
 def _on_device(cls: Any, device: str) -> Any:
-    """Return a subclass of a pipeline's or a module's class that reports a given device."""
+    """Return a subclass of a pipeline or module class whose property `device` is `device`."""
     place = property(lambda _: torch.device(device))
     attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
@@ -214,12 +216,12 @@ def _on_device(cls: Any, device: str) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]
-    """Processor of text and images with only the tokenizer.
+    """Processor of text and images that is reduced to the tokenizer, with equal tokens.
 
-    Kandinsky 5 has such a processor as its tokenizer, and only passes text to it. The tokens are
-    the same as those of the whole processor. If a prompt is its first argument, the whole processor
-    takes the prompt for an image: it fetches a URL or opens a path. This class has no code for
-    images, and does not need torchvision.
+    The tokenizer of Kandinsky 5 is a processor of text and images, to which the pipeline passes
+    only text. transformers' processor would take a prompt in the first argument for an image, and
+    would fetch a URL or open a path. This class has no code for images, and does not need
+    torchvision.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -241,7 +243,8 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     folder = checkpoint.folder / part
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
-        raise ModelError("tokenizer/tokenizer.json is missing")  # else it would be empty
+        # transformers would return an empty tokenizer
+        raise ModelError("tokenizer/tokenizer.json is missing")
     with library_errors(part, checkpoint):
         if not issubclass(cls, ProcessorMixin):
             return cls.from_pretrained(folder, local_files_only=True)
@@ -252,7 +255,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
 
 
 def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Load each `TextProcessor` of a checkpoint, by the name of its component.
+    """Load the tokenizers of a checkpoint that are a `TextProcessor`, by component name.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -268,11 +271,11 @@ def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
 def _load_module(
     checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Load a component with weights, in eval mode, and move it to its device.
+    """Load a component with weights, in eval mode, and move it to the device.
 
-    On the CPU, weights stay mapped to their file if the file has the same dtype. So ranks share
-    the memory of the weights. Parameters keep requires_grad, as in diffusers' pipelines: without
-    it, torch uses other CPU kernels, which give other bits.
+    On the CPU, weights stay memory-mapped to the file if the file has the same dtype, so that ranks
+    share the memory. Parameters keep requires_grad=True, as in diffusers' pipelines: otherwise
+    torch chooses other CPU kernels, which give other bits.
     """
     try:
         file = checkpoint.denoiser_file(part)
@@ -287,7 +290,7 @@ def _load_module(
             raise
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
-            "use `dtype` bf16 or fp16, which halve the weights, or fewer ranks on this device",
+            "use `dtype` bf16 or fp16 (half the memory for weights), or fewer ranks on this device",
             details={
                 "component": part,
                 "requested_bytes": _weight_bytes(checkpoint, part, dtype),
@@ -299,7 +302,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype, or of the GGUF file that has them."""
+    """Return the bytes of a component's weights in a dtype, or of the component's GGUF file."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     entries = chain(
@@ -309,18 +312,20 @@ def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free bytes of a device; for the CPU, the bytes that the kernel can make free."""
+    """Return the free memory of a GPU, or the available memory of this machine, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.dtype) -> Any:
-    """Load a component by its library; raise ModelError if the weights are those of another class.
+    """Load a component by `from_pretrained` of diffusers or transformers, and check its weights.
 
-    The libraries only warn about missing and unknown weights.
+    Raises:
+        ModelError: Weights are missing, unknown or of another shape; the libraries only warn.
     """
-    # With this option transformers returns mismatched sizes in `info`.
+    # With `ignore_mismatched_sizes`, transformers lists mismatched shapes in `info` and does not
+    # raise.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.folder / part,
@@ -331,7 +336,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # diffusers does not list the weights of a missing file; they stay on the meta device.
+    # diffusers does not list the weights of a missing shard. They stay on the meta device.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
@@ -350,24 +355,24 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
 def _skeleton(
     cls: Any, checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device
 ) -> Any:
-    """Return a component with its config and with weights that have no data.
+    """Return a skeleton: a component with its config, and with weights on the meta device.
 
-    A rank has a skeleton in place of a component that it does not load. A computation with a
-    skeleton raises an error, and does not give wrong numbers.
+    A rank has skeletons in place of components that only other ranks run. A computation with a
+    skeleton raises an error, so it cannot give wrong numbers.
     """
     with library_errors(part, checkpoint), torch.device("meta"):
         module = build_module(cls, checkpoint.folder / part).eval()
-    torch.nn.Module.to(module, dtype)  # the class's own `to` warns about float32
+    torch.nn.Module.to(module, dtype)  # `to` of the class would warn about float32
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
     return module
 
 
 def build_module(cls: Any, folder: Path) -> Any:
-    """Create the module that a config describes, without loading its weights.
+    """Create the module that a config describes, without loading weights.
 
-    Call this on the meta device or under a fake tensor mode. Otherwise it allocates the weights.
-    It changes no state that threads share, such as torch's default dtype.
+    Call this function on the meta device or under a fake tensor mode; otherwise the weights are
+    allocated. The function changes no state that threads share, such as torch's default dtype.
 
     Args:
         cls: Class of the module.
@@ -376,7 +381,7 @@ def build_module(cls: Any, folder: Path) -> Any:
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
-    # transformers would set a dtype in the config as torch's default dtype for all threads.
+    # transformers would make a dtype in the config torch's default dtype, for all threads.
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
             each.dtype = None
@@ -387,7 +392,7 @@ def build_module(cls: Any, folder: Path) -> Any:
 
 
 def fp32_parameters(module: torch.nn.Module, dtype: torch.dtype) -> list[str]:
-    """Return the names of parameters that the libraries keep in float32 in a module of other dtype.
+    """Return the names of the parameters of a module that the libraries always load in float32.
 
     The rules are those of `load_model_dict_into_meta` in diffusers 0.42 and `_get_dtype_plan` in
     transformers 5.23.

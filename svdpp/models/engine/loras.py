@@ -1,8 +1,8 @@
-"""Loader of LoRAs into a pipeline. diffusers loads them, and each tensor is checked.
+"""Loader of LoRAs into a pipeline through diffusers, with a check of each tensor.
 
-diffusers renames a file's tensors, scales some of them, drops others, and only warns if a tensor
-belongs to no weight. So diffusers' conversion is run once more with tensors that remember their
-names in the file. The loaded model must have exactly the converted tensors.
+diffusers renames the tensors of a file, scales some tensors, drops others, and only warns if a
+tensor fits no weight of the model. So the same conversion is run once more with tensors that
+remember their names in the file. The loaded model must then have exactly the converted tensors.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of an adapter: the LoRA without its weight, and the number of equal LoRAs before it in the
-#: clip.
+#: Key of a loaded adapter: the LoRA with weight 1, and the number of equal LoRAs earlier in the
+#: same clip, because a clip can use a LoRA twice.
 _Key = tuple[Lora, int]
 
 
 class PipelineLoras:
     """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    LoRAs of the latest clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
-    are skeletons get no LoRAs.
+    LoRAs of earlier clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
+    are skeletons (without weights, because other ranks run them) get no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
         checkpoint: Checked checkpoint with the model's LoRAs, which the constructor loads.
-        local_files_only: Whether LoRAs of clips are not downloaded.
+        local_files_only: Whether LoRAs of clips are read only from this machine.
 
     Raises:
-        ModelError: A file has a tensor that the model lacks, or lacks a tensor of the adapter.
+        ModelError: A file has a tensor that fits no weight of the model, or lacks a tensor of the
+            adapter.
     """
 
     def __init__(self, pipe: Any, checkpoint: Checkpoint, *, local_files_only: bool = True) -> None:
@@ -51,10 +52,11 @@ class PipelineLoras:
         self._local_files_only = local_files_only
         self._active: tuple[Lora, ...] = ()
         self._num_loaded = 0
-        # Names of loaded adapters, ordered by their last use.
+        # Names of the loaded adapters by key. The adapters of clips are ordered by their last use.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
-        # Parameters of each denoiser that has had a LoRA, each with its original requires_grad.
+        # For each denoiser that has ever had a LoRA: its parameters and their original
+        # requires_grad.
         self._required_grad: dict[str, list[tuple[torch.nn.Parameter, bool]]] = {}
         files = {file.lora: file for file in checkpoint.loras}
         self._model_loras = tuple(file.lora for file in checkpoint.loras)
@@ -64,7 +66,7 @@ class PipelineLoras:
         self._set_adapters()
 
     def activate(self, loras: tuple[Lora, ...]) -> None:
-        """Activate the model's LoRAs and the LoRAs of a clip; load them if they are not loaded.
+        """Activate the model's LoRAs and a clip's LoRAs, after loading those that are not loaded.
 
         Args:
             loras: LoRAs of the clip whose steps follow.
@@ -93,7 +95,7 @@ class PipelineLoras:
         return find_lora(lora, local_files_only=self._local_files_only, checkpoint=self._checkpoint)
 
     def _load(self, file: LoraFile) -> str:
-        """Load a LoRA as a further adapter, and return its name."""
+        """Load a LoRA as a new adapter of its denoiser, and return the adapter's name."""
         name = f"lora{self._num_loaded}"
         denoiser = getattr(self._pipe, file.part)
         if file.part not in self._required_grad:
@@ -116,21 +118,22 @@ class PipelineLoras:
                 getattr(self._pipe, part).delete_adapters([self._clip_adapters.pop(key)])
 
     def _set_adapters(self) -> None:
-        """Activate the adapters of each denoiser with their weights, as the pipeline does."""
+        """Activate the adapters of the model and the clip, each with the weight of its LoRA."""
         adapters = self._model_adapters | self._clip_adapters
         keys = _keys((*self._model_loras, *self._active))
         for part, parameters in self._required_grad.items():
             used = [(adapters[key], lora.weight) for key, lora in keys if lora.part == part]
             names, weights = [name for name, _ in used], [weight for _, weight in used]
             getattr(self._pipe, part).set_adapters(names, weights)
-            # peft sets requires_grad to False when it loads the first LoRA. Without LoRAs it is
-            # restored, because torch then chooses the kernels that give the same bits as before.
+            # peft sets requires_grad to False when the first LoRA is loaded. For clips without
+            # LoRAs the original value is restored, because the choice of kernels depends on it, and
+            # so do the bits.
             for parameter, required_grad in parameters:
                 parameter.requires_grad_(required_grad and not names)
 
 
 def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
-    """Return each LoRA after its key. Two equal LoRAs get two keys, and are loaded twice."""
+    """Return pairs of key and LoRA. A LoRA that occurs twice gets two keys, and is loaded twice."""
     counts: Counter[Lora] = Counter()
     keys = []
     for lora in loras:
@@ -141,7 +144,7 @@ def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
 
 @contextmanager
 def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add the LoRA's name to errors that the block raises."""
+    """Add the name of a LoRA to the errors that the block raises."""
     label = f"the LoRA {display_name(file.lora.name)}"
     with library_errors(label, checkpoint):
         try:
@@ -153,7 +156,7 @@ def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _without_skeletons(pipe: Any) -> Iterator[None]:
-    """Hide skeletons from diffusers during the block, so that only real denoisers load a LoRA."""
+    """During the block, make diffusers skip skeletons, so that only real denoisers load a LoRA."""
     with ExitStack() as patches:
         for part in pipe._lora_loadable_modules:
             module = getattr(pipe, part, None)
@@ -165,17 +168,17 @@ def _without_skeletons(pipe: Any) -> Iterator[None]:
 
 
 def check_loras_fit(files: Iterable[LoraFile], checkpoint: Checkpoint) -> None:
-    """Check the names and shapes of LoRAs' tensors against the denoisers' configs.
+    """Check the names and shapes of LoRA tensors against the configs of the denoisers.
 
-    Weights of the denoisers are not needed. A rank repeats this check when it loads the file, and
-    also checks the result of peft.
+    The weights of the denoisers are not needed. A rank repeats this check when it loads the LoRA,
+    and also compares the tensors that peft has loaded.
 
     Args:
         files: Checked files of LoRAs.
         checkpoint: Checkpoint with the denoisers.
 
     Raises:
-        ModelError: A tensor belongs to no weight of its denoiser, or does not fit its shape.
+        ModelError: A tensor fits no weight of the denoiser, by name or by shape.
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(checkpoint.image_use == "needed"))
     classes, denoisers = dict(checkpoint.classes), dict[str, Any]()
@@ -211,12 +214,13 @@ def _load(pipe: Any, checkpoint: Checkpoint, file: LoraFile, name: str) -> None:
 
 
 class _Traced(torch.Tensor):
-    """Tensor that knows from which tensors of a file it was computed."""
+    """Tensor that remembers from which tensors of a LoRA file it was computed."""
 
     sources: frozenset[str] = frozenset()
-    """Names of these tensors in the file."""
+    """Names of the tensors in the file from which this tensor was computed."""
     read: set[str]
-    """Names of all tensors of the file whose values were read as numbers, such as `alpha`."""
+    """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`;
+    one set for all tensors of the file."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -237,10 +241,11 @@ def _converted(
     """Return the tensors of a LoRA after diffusers' conversion for the denoiser, by new names.
 
     Args:
-        pipe: Pipeline, or its class, which has the conversion.
-        transformer: First denoiser of the pipeline. diffusers adds zeros for its other weights.
+        pipe: Pipeline or pipeline class, whose methods convert LoRAs.
+        transformer: First denoiser of the pipeline. For image-to-video models, diffusers adds
+            zeros for weights of this denoiser that a text-to-video LoRA lacks.
         file: File of the LoRA.
-        ignored: Names of tensors that the model does not use.
+        ignored: Names of tensors in the file that are ignored, because they fit no weight.
 
     Raises:
         ModelError: The conversion drops a tensor of the file, or renames it to another part.
@@ -251,13 +256,15 @@ def _converted(
         each = traced[name] = tensor.as_subclass(_Traced)
         each.sources, each.read = frozenset([name]), read
     converted: dict[str, Any] = pipe.lora_state_dict(dict(traced))
-    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):  # adds zeros
+    # diffusers adds zeros for missing tensors.
+    if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):
         converted = expand(transformer=transformer, state_dict=converted)
     prefix = "transformer."
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
     }
-    if given and "lora_A" not in next(iter(given)):  # as `load_lora_adapter`
+    # The same condition as in diffusers' `load_lora_adapter`.
+    if given and "lora_A" not in next(iter(given)):
         given = convert_unet_state_dict_to_peft(given)
     used = read.union(*(each.sources for each in given.values()))
     if dropped := sorted(traced.keys() - used - ignored):
@@ -266,10 +273,10 @@ def _converted(
 
 
 def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -> None:
-    """Check that the two factors of each LoRA weight fit the shape of the denoiser's weight.
+    """Check that the two factors of each weight change fit the shape of the denoiser's weight.
 
     Raises:
-        ModelError: A factor does not fit.
+        ModelError: A factor has a shape that does not fit.
     """
     for key, factor in given.items():
         path, _, factor_name = key.partition(".lora_")
@@ -277,11 +284,13 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         try:
             module = denoiser.get_submodule(path)
         except AttributeError:
-            continue  # a later check raises or ignores it
+            continue  # `_check_places` or `_check_loaded` handles unknown modules
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        weight_shape = getattr(weight, "quant_shape", weight.shape)  # `shape` is of bytes
+        weight_shape = getattr(
+            weight, "quant_shape", weight.shape
+        )  # for GGUF, `shape` counts bytes
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
             shapes = [list(factor.shape), list(weight_shape)]
@@ -299,7 +308,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
 
 
 def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str]) -> None:
-    """Check that each factor is for a module that the denoiser has.
+    """Check that each factor belongs to a module of the denoiser.
 
     Raises:
         ModelError: The denoiser lacks the module, or no factor is for this denoiser.
@@ -315,15 +324,15 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
 def _check_loaded(
     denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str], name: str
 ) -> None:
-    """Check that an adapter of a denoiser has exactly the tensors of the LoRA's file.
+    """Check that a loaded adapter has exactly the tensors of the LoRA file.
 
-    An adapter's weight that is not in the file would be uninitialised memory, and would give other
-    bits in each run.
+    A tensor of the adapter that the file lacks would be uninitialised memory, with other values in
+    each run.
 
     Raises:
         ModelError: A tensor is missing, unknown or not finite, or was not loaded.
     """
-    from peft import get_peft_model_state_dict  # an extra
+    from peft import get_peft_model_state_dict  # peft is an optional dependency
 
     kind = type(denoiser).__name__
     if name not in getattr(denoiser, "peft_config", {}):

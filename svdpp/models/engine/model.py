@@ -1,4 +1,4 @@
-"""Model of one rank: encode, steps and decode are each a partial call of diffusers' pipeline."""
+"""`EngineModel`: encode, steps and decode, each as a partial call of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from svdpp.plan.actions import FrameRange
 
 
 class EngineModel:
-    """Model of one rank, of any family with a `FamilySpec`, with resolved sampling parameters."""
+    """Model of one rank for clips with the same sampling parameters; for all families."""
 
     def __init__(
         self,
@@ -48,10 +48,11 @@ class EngineModel:
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
-        """Sound of the last decoded clip; None: the model makes no sound."""
+        """Sound of the last decoded clip; None before the first, and if the model makes no
+        sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        self._outputs: list[Node] = []  # see `GuidanceBranches`
+        self._outputs: list[Node] = []  # passed to `GuidanceBranches` as `outputs`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """Return a model with the same loaded components and other sampling parameters.
@@ -67,9 +68,9 @@ class EngineModel:
         return type(self)(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Activate a clip's LoRAs for later steps, besides the model's LoRAs; load them if needed.
+        """Activate a clip's LoRAs, besides the model's LoRAs, and load those that are not loaded.
 
-        The LoRAs are also active in other models that share the loaded components.
+        The LoRAs are also active in other `EngineModel`s with the same loaded components.
 
         Args:
             loras: LoRAs of the clip; empty: only the model's LoRAs are active.
@@ -88,7 +89,7 @@ class EngineModel:
         """Return shape and dtype of all tensors that a packet must have, by name.
 
         Args:
-            tensors: Tensors of the packet; one of them is the structure, which names the others.
+            tensors: Tensors of the packet, including the structure, which names all other tensors.
 
         Raises:
             ValueError: The structure cannot be read.
@@ -99,18 +100,18 @@ class EngineModel:
         try:
             named = named_tensors(read_structure(tensors))
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError("the structure of its tensors cannot be read") from error
+            raise ValueError("the structure of a packet cannot be read") from error
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: ModelInput) -> PreparedInput:
-        """Prepare an image for the encode on the CPU. A thread may do this while steps run.
+        """Prepare an image for the encode, on the CPU. A thread can call this while steps run.
 
         Args:
             source: Image or frames, fitted to the clip's size.
 
         Returns:
-            For SVD, fp32 pixels for CLIP, (1, 3, 224, 224) in [0, 1], and for the VAE,
-            (1, 3, H, W) in [-1, 1]. For other families, `source` unchanged.
+            For SVD, float32 pixels for CLIP, (1, 3, 224, 224) in [0, 1], and float32 pixels for the
+            VAE, (1, 3, H, W) in [-1, 1]. For other families, `source` unchanged.
         """
         if not self._spec.resizes_early:
             return source
@@ -161,7 +162,7 @@ class EngineModel:
             Packet after these steps.
 
         Raises:
-            ModelError: The pipeline runs in another way than the family's spec describes.
+            ModelError: The pipeline behaves differently than the family's spec describes.
         """
         assert start < end
         branches = None
@@ -173,7 +174,7 @@ class EngineModel:
         return call.packet()
 
     def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Decode the packet after the last step. If the clip has sound, `audio` has it afterwards.
+        """Decode the packet after the last step, and set `audio` to the clip's sound, if any.
 
         Args:
             tensors: Tensors of the packet.
@@ -188,7 +189,8 @@ class EngineModel:
         postprocess = self._pipe.video_processor.postprocess_video
 
         def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
-            if not bool(torch.isfinite(video).all()):  # NaN would become black
+            # The postprocessing would turn NaN into black.
+            if not bool(torch.isfinite(video).all()):
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
@@ -201,15 +203,15 @@ class EngineModel:
         with patch_methods(self._pipe, **own):
             video, *audio = self.decode_with(tensors, check_and_postprocess)
         self.audio = to_audio(self._pipe, *audio, rate=audio_rate(self._spec))
-        return to_uint8(video[0])  # from (F, 3, H, W), 0 to 1
+        return to_uint8(video[0])  # converts frames (F, 3, H, W) from 0 to 1
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet with another postprocessing; return the pipeline's result, a tuple.
+        """Decode a packet, and return the pipeline's result, a tuple of video and maybe sound.
 
         Args:
             tensors: Tensors of the packet after the last step.
-            postprocess: Function of the video, (1, 3, F, H, W), in place of the pipeline's
-                postprocessing.
+            postprocess: Function that replaces the pipeline's postprocessing of the video,
+                (1, 3, F, H, W).
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
@@ -227,14 +229,14 @@ class EngineModel:
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
             return ""
-        # The token that ends the text is always kept.
+        # diffusers truncates the text and keeps the end-of-text token.
         has_end = int(tokens[-1] == tokenizer.eos_token_id)
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
     def _call(
         self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
-        """Run a `RangeCall`; return the call and the pipeline's result."""
+        """Run the pipeline as a `RangeCall`; return the call and the pipeline's result."""
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
@@ -244,7 +246,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Run a `RangeCall` from a packet, which replays the encode without prompt and image."""
+        """Run a `RangeCall` from a packet, whose records replace the encode of prompt and image."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -264,8 +266,8 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the pipeline's `__call__` for one clip, without default values.
 
-    This also sets the clip's scheduler in the pipeline. If the pipeline has a guider, this sets a
-    guider with the clip's guidance scale.
+    The function also sets a new scheduler in the pipeline, and a guider with the clip's guidance
+    scale if the pipeline has guiders.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -338,13 +340,13 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
-    """Convert pixels to bytes with the bits of diffusers' video processor, on the device.
+    """Convert pixels to bytes on their device, bitwise equal to diffusers' video processor.
 
     Args:
-        pixels: (F, 3, H, W), from 0 to 1.
+        pixels: Frames, (F, 3, H, W), from 0 to 1.
 
     Returns:
-        (F, H, W, 3) uint8, contiguous.
+        Frames, (F, H, W, 3) uint8, contiguous.
     """
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
@@ -359,7 +361,7 @@ def audio_rate(spec: FamilySpec) -> Callable[[Any], int]:
 def to_audio(
     pipe: Any, audio: torch.Tensor | None = None, *, rate: Callable[[Any], int]
 ) -> Audio | None:
-    """Convert a clip's sound to integers, as diffusers does for files; return None without sound.
+    """Convert a clip's sound to int16, as diffusers does for files; return None without sound.
 
     Args:
         pipe: Pipeline whose vocoder made the sound.
@@ -379,26 +381,28 @@ def to_audio(
 
 # --- SVD's image, resized before the encode ------------------------------------------------------
 #
-# diffusers' `_resize_with_antialiasing` blurs the whole image (9 GiB for 50 megapixels) and then
-# interpolates. For each of the 224 rows and columns of the result, the interpolation reads four
-# rows and columns. The functions below blur only these, one band of rows at a time. They give the
-# same bits, because the same convolutions sum up each pixel in the same order.
+# diffusers' `_resize_with_antialiasing` blurs the whole image, which takes 9 GiB for 50 megapixels,
+# and then interpolates. For each of the 224 rows and columns of the result, the interpolation reads
+# only four rows and columns of the image. The functions below blur only those rows and columns, one
+# band of rows at a time. The result has the same bits, because each pixel is computed by the same
+# convolution in the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
 _CHANNELS = 3
 _BAND_ROWS = 256
 _HEIGHT, _WIDTH = -2, -1
-# Bicubic interpolation at a coordinate reads from one position before its floor to two positions
-# after. One more is added on both sides, because torch computes coordinates in single precision.
+# Bicubic interpolation reads four positions: from one before the rounded-down coordinate to two
+# after. One more position is added on both sides, because torch computes coordinates in single
+# precision.
 _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
     """Return the pixels of an image for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
     processor = pipe.video_processor
-    # The class's method is used, because a pipeline call in another thread may have replaced the
-    # method of the object.
+    # This is the method of the class, because a pipeline call in another thread may have replaced
+    # the method of the object.
     preprocess = type(processor).preprocess
     return {
         # The resized image is in [-1, 1]. `_encode_image` of diffusers converts it to [0, 1].
@@ -409,7 +413,7 @@ def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
 
 @contextmanager
 def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
-    """Make the pipeline encode the pixels that `_resized` returned, during the block."""
+    """During the block, make the pipeline encode the pixels that `_resized` has returned."""
     encode = pipe._encode_image
 
     def encode_image(_: Image.Image, *args: Any) -> Any:
@@ -423,13 +427,13 @@ def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
 
 
 def resize_for_clip(image: Image.Image) -> torch.Tensor:
-    """Blur and interpolate an image for CLIP, with the bits of `_resize_with_antialiasing`.
+    """Resize an image for CLIP, bitwise equal to diffusers' `_resize_with_antialiasing`.
 
     Args:
         image: Image in RGB, of any size.
 
     Returns:
-        (1, 3, 224, 224) fp32 in [-1, 1].
+        Pixels, (1, 3, 224, 224) float32 in [-1, 1].
     """
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
@@ -449,12 +453,13 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
 def _pixels(image: Image.Image, top: int) -> torch.Tensor:
     band = image.crop((0, top, image.width, min(top + _BAND_ROWS, image.height)))
     pixels: torch.Tensor = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(band))
-    return (pixels * 2.0 - 1.0).contiguous()  # as in diffusers
+    return (pixels * 2.0 - 1.0).contiguous()  # diffusers normalises pixels the same way
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
     """Return pixels, blurred along a dimension at the positions that the interpolation reads."""
-    # Imported here, so that other families do not import it, and after `silence_libraries`.
+    # This import is here, because other families do not need it, and because `silence_libraries`
+    # must run before it.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
 
     size = pixels.shape[dim]

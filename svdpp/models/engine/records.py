@@ -1,8 +1,9 @@
 """Record and replay of the results of a pipeline's methods.
 
-The call that encodes records the results, and all later calls replay them. For this, methods of the
-pipeline and of its components are replaced during a call. Results travel as named tensors and a
-structure: JSON with plain values, and with the name, shape, dtype and strides of each tensor.
+The pipeline call that encodes records the results, and all later calls replay them, on any rank.
+For this, methods of the pipeline and of the components are replaced during a call. A packet
+contains the results as named tensors and a structure: JSON with plain values, and with the name,
+shape, dtype and strides of each tensor.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 
-#: Value in a structure: a JSON object, whose key `kind` determines its other keys.
+#: Node of a structure: a JSON object whose key `kind` determines which other keys it has.
 Node = dict[str, Any]
 
-# Attributes that the engine and diffusers add to a scheduler.
+# Attributes of a scheduler that are not part of its state: one of the engine, one of diffusers.
 _NOT_STATE = ("_step_hook", "_internal_dict")
 
-# Method whose record has the latent before the first step as its first tensor.
+# Pipeline method whose result contains the initial latent as the first tensor.
 _NOISE_RECORD = "prepare_latents"
-# Methods that return images before the encode. No step uses their results.
+# Methods whose results are images before the encode, which no step and no decode uses.
 _UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
-    "preprocess_conditions",  # of VACE
+    "preprocess_conditions",  # method of `WanVACEPipeline`
 )
 
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
-# Registered like the output classes of both libraries, so that the memory estimate finds its
-# tensors.
+# This class is registered as a pytree node, as the output classes of diffusers and transformers
+# are, so that the memory estimate finds the tensors in it.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -58,7 +59,8 @@ register_pytree_node(
 class Packer:
     """Packer that divides a value into a structure and named tensors.
 
-    A tensor that occurs several times is kept once. If `keeps` is False, no tensor is kept.
+    A tensor that occurs several times is kept once. If `keeps` is False, the packer keeps no
+    tensors and returns only structures.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -67,7 +69,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """Return the structure of a value, and keep its tensors for `packet`.
+        """Return the structure of a value, and keep the tensors of the value for `packet`.
 
         Args:
             value: Tensors and plain values in nested lists, tuples, dicts and output classes of
@@ -104,20 +106,21 @@ class Packer:
         if (known := next(same, None)) is None:
             known = name
             self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
-        # Strides are kept, because kernels may give other bits for another order in memory.
+        # Strides are part of the structure, because kernels may give other bits for another memory
+        # layout.
         dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         stride = None if tensor.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
 
     def packet(self, structure: Node) -> Tensors:
-        """Return the kept tensors by name, and the structure as one more tensor: JSON in uint8."""
+        """Return the kept tensors by name, with the structure as a further uint8 tensor of JSON."""
         text = json.dumps(structure, separators=(",", ":"))
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return {**self.tensors, STRUCTURE: data}
 
 
 def read_structure(packet: Tensors) -> Node:
-    """Return the structure of a packet that `Packer.packet` has written."""
+    """Return the structure of a packet that `Packer.packet` has returned."""
     assert packet[STRUCTURE].is_cpu
     structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
     return structure
@@ -132,13 +135,14 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor that the packet lacks becomes NaN everywhere (0 for
-            integers), and takes no memory.
+        node: Structure of the value. A tensor that the packet lacks is rebuilt as NaN everywhere (0
+            for integers), without allocating memory for each element.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 
     Raises:
-        ValueError: The structure names a class that is not an output class of the libraries.
+        ValueError: The structure names a class other than the output classes of diffusers and
+            transformers.
     """
 
     def tensor(leaf: Node) -> torch.Tensor:
@@ -155,7 +159,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
 
 def zeros_for(node: Node, device: torch.device) -> Any:
-    """Rebuild a value from its structure with tensors of zeros on a device."""
+    """Rebuild a value from its structure, with zeros on a device in place of all tensors."""
 
     def tensor(leaf: Node) -> torch.Tensor:
         shape, stride = leaf["shape"], leaf["stride"]
@@ -166,7 +170,7 @@ def zeros_for(node: Node, device: torch.device) -> Any:
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the nodes of all tensors in a structure, in order."""
+    """Return the nodes of all tensors in a structure, in the order of the structure."""
     if node["kind"] == "tensor":
         return [node]
     items = node.get("items", [])
@@ -207,10 +211,10 @@ def _build(node: Node, tensor: Any) -> Any:
 
 
 def _output_class(path: str) -> Any:
-    """Return the output class of a library by its path; reject other classes.
+    """Return the output class of diffusers or transformers at `path` (module:name).
 
     Raises:
-        ValueError: The path does not name an output class.
+        ValueError: The path names another class, which is not imported.
     """
     module, _, name = path.partition(":")
     known = module.split(".")[0] in ("diffusers", "transformers")
@@ -229,7 +233,7 @@ def scheduler_snapshot(scheduler: Any) -> dict[str, Any]:
 
 
 def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, Any]:
-    """Return the attributes of a scheduler that its steps have changed, by name.
+    """Return the attributes of a scheduler that `scheduler.step` has changed, by name.
 
     Args:
         before: Result of `scheduler_snapshot` for the scheduler.
@@ -250,12 +254,12 @@ def _is_unchanged(before: Any, now: Any) -> bool:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested containers."""
+    """Return all tensors in a value of nested containers."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
 def clone_tensors(value: Any) -> Any:
-    """Return a value with copies of its tensors, which keep their strides."""
+    """Return a copy of nested containers in which each tensor is copied with the same strides."""
     return tree_map_only(torch.Tensor, torch.clone, value)
 
 
@@ -264,8 +268,9 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
     return not all(map(torch.equal, before, after))
 
 
-# Until the denoiser's first call, the call that encodes records the result of each method. For
-# Stable Video Diffusion, these are the methods in order, and the packet's tensors with the results:
+# The pipeline call that encodes records the result of each method until the denoiser's first call.
+# The table lists the methods of Stable Video Diffusion in order, and the names of the tensors in a
+# packet with the results:
 #
 #   method                       before step 0          after a step
 #   _encode_image                record.0               record.0
@@ -276,11 +281,10 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 #
 # `drew.4.0` is the state of the generator after the method, because the method drew noise. After a
 # step, `latents` is the new latent, and `generator.0` is the generator's state after the step.
-#
-# Later calls return the records in order, by the method's name, and need no encoder. If a recorded
-# method calls another method, the inner method is not recorded, because the replay of the outer
-# method does not call it. A method that returns no tensor and draws no noise runs again, because it
-# is cheap and may set fields of the pipeline.
+# Later pipeline calls return these records by method name, in order, and need no encoder. If a
+# recorded method calls another method, the inner method is not recorded, because the replay of the
+# outer method does not call it. Methods that return no tensor and draw no noise are not recorded
+# but run again, because they are cheap and may set attributes of the pipeline.
 
 
 @dataclass(eq=False)
@@ -292,9 +296,9 @@ class Records:
     """Function that rebuilds a value from a node of the packet's structure."""
     generator: torch.Generator
     given: list[Node] | None
-    """Records in the received packet; None: this call encodes, and so creates the records."""
+    """Records in the received packet. None: this pipeline call encodes, and creates the records."""
     paused: bool = False
-    """Whether nothing is recorded or replayed, as during steps."""
+    """Whether methods run without being recorded or replayed, as during denoising steps."""
 
     def __post_init__(self) -> None:
         self._left = list(self.given or ())
@@ -329,23 +333,25 @@ class Records:
     def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
         record = next((each for each in self._left if each["name"] == name), None)
         if record is None:
-            return real(*args, **kwargs)  # in the encode it returned no tensors
+            return real(
+                *args, **kwargs
+            )  # the method returned no tensors in the encode, so there is no record
         self._left.remove(record)
         if record["drew"] is not None:
             self.restore(record["drew"])
         return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
-        """Set the state of the generator to a state from the packet.
+        """Set the generator to a state from the packet.
 
         Args:
-            states: Node of the generator's state in the packet's structure.
+            states: Node of the packet's structure that contains the generator's state.
         """
         (state,) = self.unpacked(states)
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Return the structure of the records; the first latent gets the name `latents`.
+        """Return the structures of the records. The initial latent gets the name `latents`.
 
         Args:
             packer: Packer that keeps the tensors.
@@ -364,17 +370,16 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet.
-
-        Tensors that only the first step uses are left out.
+        """Return the received records for the next packet, without tensors of the first step.
 
         Args:
             received: Tensors of the received packet.
-            tensors: Tensors of the next packet. The tensors of the returned records are added.
+            tensors: Tensors of the next packet, to which the tensors of the returned records are
+                added.
         """
         records = copy.deepcopy(self.given or [])
         for record in records:
-            record["drew"] = None  # the packet has the state after the last step
+            record["drew"] = None  # the packet has the generator's state after the steps instead
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
@@ -391,7 +396,7 @@ def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
     """Replace methods of one object during the block.
 
     Args:
-        target: Pipeline, or a part of it. Other objects of the same class are not changed.
+        target: Pipeline, or a part of a pipeline. Other objects of the same class do not change.
         methods: New methods by name.
     """
     before = {name: vars(target)[name] for name in methods if name in vars(target)}
@@ -414,7 +419,7 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """Return the names of the methods that a pipeline class defines itself, without its bases."""
+    """Return the names of the methods that a pipeline class defines in `diffusers.pipelines`."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
         is_own = cls.__module__.startswith("diffusers.pipelines")
