@@ -88,19 +88,6 @@ class RunOptions(ServerRunOptions):
         require(None in (self.seed, self.seeds), "--seed and --seeds contradict each other")
         return [self.seed or 0] if self.seeds is None else parse_seeds(self.seeds)
 
-    def template(self, sampling: SamplingConfig) -> NameTemplate | None:
-        """Return the template of the clips' names; None: names follow from the inputs.
-
-        Args:
-            sampling: Sampling parameters of these options, which names can contain.
-
-        Raises:
-            RequestError: `--name` is not a valid template.
-        """
-        from svdpp.driver.clip_names import NameTemplate
-
-        return None if self.name is None else NameTemplate(self.name, sampling)
-
     def check_jobs(self) -> None:
         """Check that no option is given whose value each line of `--jobs` has.
 
@@ -161,7 +148,7 @@ def run(
     if options.server is not None:
         run_at_server(console, launched, options, log)
         return
-    from svdpp.driver.jobs import loras_of
+    from svdpp.driver.jobs import fit_request_to_jobs, loras_of
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.output_files import lock_folder
 
@@ -172,19 +159,14 @@ def run(
         # The fork server imports torch at the same time as this process.
         start_fork_server_early(family=options.family, device=device)
     request = options.request(
-        num_clips=None if launched else len(jobs),
         launched=launched,
         device=device,
         from_image=options.from_image,
         has_last_image=options.has_last_image,
         clip_loras=loras_of(jobs),
     )
-    steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
-    request = replace(
-        request,
-        sampling=command.pipeline_sampling(jobs),
-        steps_vary=len(steps) > 1 and launched is None,
-    )
+    if launched is None:  # a launcher's other ranks do not know the jobs
+        request = fit_request_to_jobs(request, jobs)
     config, why = request.resolve()
     log.open(console, launched)
     if is_secondary_rank(launched):
@@ -313,19 +295,10 @@ class RunCommand:
         """
         if is_secondary_rank(self.launched):
             return [], []
-        from svdpp.driver.clip_names import name_jobs
-        from svdpp.driver.jobs import check_number_of_clips
+        from svdpp.driver.jobs import name_and_count_jobs
 
         jobs, errors = self._read_lines() if self.line_reader else self._read_inputs()
-        check_number_of_clips(len(jobs))
-        policy = self.policy
-        named = name_jobs(
-            jobs,
-            single_clip=policy.single_clip,
-            template=self.template,
-            recorded=policy.recorded_names if policy.keeps_finished else None,
-        )
-        return named, errors
+        return name_and_count_jobs(jobs, self.policy, self.template), errors
 
     def _read_inputs(self) -> tuple[list[RunJob], list[SvdppError]]:
         from svdpp.driver.run_job import combine_jobs
@@ -363,21 +336,6 @@ class RunCommand:
         if reader is not None and not (self.options.keep_going and num_jobs):
             hint = "--keep-going makes the clips of the others" if num_jobs else ""
             raise_line_errors(errors, reader.file, num_jobs, hint)
-
-    def pipeline_sampling(self, jobs: Sequence[RunJob]) -> SamplingConfig:
-        """Return the sampling parameters with which ranks are started: those of the largest clip.
-
-        Under a launcher, the parameters on the command line are returned, because only rank 0 knows
-        the clips.
-
-        Args:
-            jobs: Jobs of the run.
-        """
-        if self.launched is not None or self.options.jobs is None:
-            return self.sampling
-        from svdpp.driver.jobs import largest_sampling
-
-        return largest_sampling(jobs, self.sampling)
 
     def check_jobs(
         self, config: PipelineConfig, jobs: Sequence[RunJob], errors: Sequence[SvdppError]

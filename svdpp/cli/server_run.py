@@ -16,7 +16,7 @@ from svdpp.cli.options.declare import LAYOUT, RECOVERY, option
 from svdpp.cli.options.files import InputOptions, LogOptions, OutputOptions, PromptOptions
 from svdpp.cli.options.model import parse_params
 from svdpp.cli.options.pipeline import PipelineOptions
-from svdpp.config import DEFAULT_MODEL, OPTION_PARAMS
+from svdpp.config import DEFAULT_MODEL, OPTION_PARAMS, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.errors import (
     InputError,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from svdpp.client.batch_run import BatchRun, ServerClip, ServerState
     from svdpp.client.connection import Connection
     from svdpp.client.server_model import ServerModel
+    from svdpp.driver.clip_names import NameTemplate
     from svdpp.driver.job_lines import LineReader
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
@@ -66,6 +67,19 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
             help="Wait this long for a --server that does not answer, such as one that restarts.",
         ),
     ] = 3600.0
+
+    def template(self, sampling: SamplingConfig) -> NameTemplate | None:
+        """Return the template of the clips' names; None: names follow from the inputs.
+
+        Args:
+            sampling: Sampling parameters of these options, which names can contain.
+
+        Raises:
+            RequestError: `--name` is not a valid template.
+        """
+        from svdpp.driver.clip_names import NameTemplate
+
+        return None if self.name is None else NameTemplate(self.name, sampling)
 
     def check_server(self, launched: World | None) -> None:
         """Check that all given options are allowed in a run at a server.
@@ -177,10 +191,9 @@ class _ServerRun:
             RequestError: A line is wrong, or outputs exist.
         """
         from svdpp.client.batch_run import server_clips
-        from svdpp.driver.clip_names import NameTemplate, name_jobs
         from svdpp.driver.job_files import read_job_file
         from svdpp.driver.job_lines import LineReader, raise_line_errors
-        from svdpp.driver.jobs import check_number_of_clips, check_outputs
+        from svdpp.driver.jobs import check_outputs, name_and_count_jobs
 
         assert options.jobs is not None
         last_image = options.last_image
@@ -208,10 +221,7 @@ class _ServerRun:
             raise_line_errors(errors, reader.file, len(jobs), hint)
         if not jobs:
             raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")
-        check_number_of_clips(len(jobs))
-        template = options.name and NameTemplate(options.name, defaults.sampling)
-        recorded = policy.recorded_names if policy.keeps_finished else None
-        named = name_jobs(jobs, template=template or None, recorded=recorded)
+        named = name_and_count_jobs(jobs, policy, options.template(defaults.sampling))
         check_outputs(named, policy)
         return cls(
             console=console,

@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from svdpp.config import DEFAULT_MODEL, ModelConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import require
-from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
     OutputPolicy,
-    check_number_of_clips,
     check_outputs,
     find_refused_jobs,
-    largest_sampling,
-    loras_of,
+    fit_request_to_jobs,
+    name_and_count_jobs,
     plan_clips,
 )
 from svdpp.driver.manifest import open_manifest
@@ -111,12 +109,7 @@ def generate(
         "generate starts its own ranks, but a launcher has started this process",
         "use a Pipeline, whose ranks join the launcher's",
     )
-    asked = ModelConfig(name=model) if isinstance(model, str) else model
-    require(not asked.is_dummy, "the dummy model makes no video files", "use `model` demo")
-    device = find_device(device, asked.name)
-    checkpoint = find_checkpoint(asked, weights=False)
-    if isinstance(model, str):
-        asked = replace(asked, dtype=default_dtype(device, checkpoint.family))
+    model_config, device, checkpoint = _find_model(model, device)
     start_fork_server_early(family=checkpoint.family, device=device)
     temporary = None
     if out is None:
@@ -124,43 +117,37 @@ def generate(
         out, format = temporary.path, format or "frames"
     with _removed_on_failure(temporary), process_lifetime.temp_folder("svdpp-images-") as images:
         policy = OutputPolicy.at(Path(out), format=format, overwrite=overwrite, resume=resume)
-        reader = SourceReader(asked, checkpoint, parameters, format=policy.format, folder=images)
+        reader = SourceReader(
+            model_config, checkpoint, parameters, format=policy.format, folder=images
+        )
         jobs = reader.jobs(inputs, prompts, negative_prompt, seeds)
-        check_number_of_clips(len(jobs))
-        jobs = name_jobs(jobs, single_clip=policy.single_clip, recorded=policy.recorded_names)
+        jobs = name_and_count_jobs(jobs, policy)
         from_image = jobs[0].made_from.media_file is not None
-        asked = replace(asked, clip_loras=loras_of(jobs))
-        steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
         request = PipelineRequest(
-            model=asked,
-            sampling=largest_sampling(jobs, reader.sampling(from_image=from_image)),
+            model=model_config,
+            sampling=reader.sampling(from_image=from_image),
             device=device,
             layout=layout,
             num_ranks=world_size,
             num_threads=num_threads,
-            num_clips=len(jobs),
             checkpoint=checkpoint,
-            steps_vary=len(steps) > 1,
         )
-        config, _ = request.resolve()
+        config, _ = fit_request_to_jobs(request, jobs).resolve()
         check_outputs(jobs, policy)
         _check_jobs(jobs, config, checkpoint)
-        # This imports torch, while the fork server does the same.
-        from svdpp.driver.pipeline import Pipeline
-
         with lock_folder(policy.folder, policy.single_clip):
-            pipeline = Pipeline(config, checkpoint=checkpoint)
-            assert pipeline.checkpoint is not None
-            plan = plan_clips(jobs, policy, pipeline.config, pipeline.checkpoint)
-            samplings = [plan.resolver.config_of(clip.sampling).sampling for clip in plan.clips]
-            bar = ProgressBar(
-                [sampling.num_inference_steps for sampling in samplings],
-                [clip.done_steps for clip in plan.clips],
-                is_shown=progress,
-            )
-            pipeline.observe(bar)
-            with bar:
-                return _make(pipeline, plan, policy, temporary, on_result)
+            return _make_clips(config, checkpoint, jobs, policy, temporary, on_result, progress)
+
+
+def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
+    """Return the model, in the precision of its device if none is given; device; checkpoint."""
+    config = ModelConfig(name=model) if isinstance(model, str) else model
+    require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")
+    device = find_device(device, config.name)
+    checkpoint = find_checkpoint(config, weights=False)
+    if isinstance(model, str):
+        config = replace(config, dtype=default_dtype(device, checkpoint.family))
+    return config, device, checkpoint
 
 
 def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:
@@ -170,6 +157,33 @@ def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Chec
         place = "" if job.line is None else f"{place_of(job.line)}: "
         details = {**error.details, "line": job.line}
         raise RequestError(f"{place}{error.message}", error.hint, details=details)
+
+
+def _make_clips(
+    config: PipelineConfig,
+    checkpoint: Checkpoint,
+    jobs: Sequence[RunJob],
+    policy: OutputPolicy,
+    temporary: _TemporaryFolder | None,
+    on_result: Callable[[ClipResult], object] | None,
+    progress: bool,
+) -> list[ClipResult]:
+    """Plan the clips, and make them below a progress bar if `progress` is set."""
+    # This imports torch, while the fork server does the same.
+    from svdpp.driver.pipeline import Pipeline
+
+    pipeline = Pipeline(config, checkpoint=checkpoint)
+    assert pipeline.checkpoint is not None
+    plan = plan_clips(jobs, policy, pipeline.config, pipeline.checkpoint)
+    samplings = [plan.resolver.config_of(clip.sampling).sampling for clip in plan.clips]
+    bar = ProgressBar(
+        [sampling.num_inference_steps for sampling in samplings],
+        [clip.done_steps for clip in plan.clips],
+        is_shown=progress,
+    )
+    pipeline.observe(bar)
+    with bar:
+        return _make(pipeline, plan, policy, temporary, on_result)
 
 
 def _make(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,10 @@ from svdpp.config.pipeline import (
     sampling_fields,
 )
 from svdpp.driver.clip_metadata import check_clip_metadata, parse_clip_json, weights_identity
+from svdpp.driver.clip_names import NameTemplate, name_jobs
 from svdpp.driver.clip_table import CLIP_TABLE, read_names
 from svdpp.driver.manifest import MANIFEST, read_manifest
+from svdpp.driver.request import PipelineRequest
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import JobResolver, PlannedClip, RunPlan
@@ -174,14 +176,47 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     return len(existing)
 
 
-def largest_sampling(jobs: Sequence[RunJob], sampling: SamplingConfig) -> SamplingConfig:
-    """Return the sampling parameters of the largest clip, with which the ranks are started.
+def name_and_count_jobs(
+    jobs: Sequence[RunJob], policy: OutputPolicy, template: NameTemplate | None = None
+) -> list[RunJob]:
+    """Return the jobs of a run with the names of their clips, after a check of their number.
 
     Args:
-        jobs: Jobs of the run.
-        sampling: Sampling parameters of jobs that have no sampling parameters of their own.
+        jobs: Jobs as they were read.
+        policy: Policy for the output folder; a run that keeps finished clips keeps their names.
+        template: Template of the names; None: names follow from the inputs.
+
+    Raises:
+        RequestError: There are no jobs or too many, or two clips would have the same name.
     """
-    return max(dict.fromkeys(job.sampling or sampling for job in jobs), key=_work)
+    check_number_of_clips(len(jobs))
+    return name_jobs(
+        jobs,
+        single_clip=policy.single_clip,
+        template=template,
+        recorded=policy.recorded_names,
+    )
+
+
+def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> PipelineRequest:
+    """Return the request for ranks that make all clips of a run.
+
+    The ranks are started with the sampling parameters of the largest clip, and know the LoRAs of
+    every clip. Clips with different numbers of steps get a split that takes any number.
+
+    Args:
+        request: Request whose sampling parameters are those of jobs that set none.
+        jobs: Jobs of the run, at least one.
+    """
+    samplings = dict.fromkeys(job.sampling or request.sampling for job in jobs)
+    own_steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
+    return replace(
+        request,
+        model=replace(request.model, clip_loras=loras_of(jobs)),
+        sampling=max(samplings, key=_work),
+        num_clips=len(jobs),
+        steps_vary=len(own_steps) > 1,
+    )
 
 
 def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:

@@ -33,11 +33,14 @@ from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
     OutputPolicy,
     check_outputs,
+    fit_request_to_jobs,
+    name_and_count_jobs,
     plan_clips,
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
+from svdpp.driver.request import PipelineRequest
 from svdpp.driver.resolve import check_memory, resolve_config
-from svdpp.driver.run_job import combine_jobs
+from svdpp.driver.run_job import RunJob, combine_jobs
 from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
@@ -63,6 +66,31 @@ CONFIG = replace(CONFIG, sampling=CONFIG.sampling.with_model_defaults(model_fram
 @pytest.fixture(scope="module")
 def media_file() -> MediaFile:
     return read_image(Path(PHOTO))[1]
+
+
+def test_ranks_are_started_for_the_largest_clip_all_loras_and_any_number_of_steps() -> None:
+    default = SvdSampling(num_inference_steps=4, height=64, width=64, num_frames=2)
+    large = replace(default, height=128)
+    request = PipelineRequest(model=ModelConfig(name="demo"), sampling=default, device="cpu")
+    style = Lora(name="style.safetensors")
+    plain = ClipInput(prompt="a cat")
+    jobs = [
+        RunJob(made_from=plain, seed=0),
+        RunJob(made_from=plain, seed=1, sampling=large),
+        RunJob(made_from=replace(plain, loras=(style,)), seed=2, sampling=default),
+    ]
+    fitted = fit_request_to_jobs(request, jobs)
+    assert (fitted.sampling, fitted.num_clips) == (large, 3)
+    assert fitted.model.clip_loras == (style,)
+    assert fitted.resolve()[0].parallel.split == "uniform"
+    other = RunJob(made_from=plain, seed=3, sampling=replace(default, num_inference_steps=5))
+    assert fit_request_to_jobs(request, [*jobs, other]).resolve()[0].parallel.split == "alternating"
+
+
+def test_a_run_without_clips_gets_no_names(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="a run makes 1 to 100000 clips, got 0") as caught:
+        name_and_count_jobs([], OutputPolicy(folder=tmp_path))
+    assert caught.value.details["value"] == 0
 
 
 def _finish(
