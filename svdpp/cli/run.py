@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import shlex
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ import typer
 from svdpp.cli.clip_results import print_clips, raise_lost
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
+from svdpp.cli.dry_run import describe_run, show_plan
 from svdpp.cli.options.files import (
     LogOptions,
     TraceOptions,
@@ -29,7 +29,6 @@ from svdpp.errors import (
     OutputError,
     RankError,
     SvdppError,
-    recorded_path,
 )
 from svdpp.launch.world import World, is_secondary_rank
 
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_job import RunJob
-    from svdpp.driver.run_plan import PlannedClip, RunPlan
+    from svdpp.driver.run_plan import RunPlan
     from svdpp.media.inputs import MediaFile
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
@@ -178,7 +177,15 @@ def run(
     # Lines that are left out may name further LoRAs, which need not be loaded.
     config = replace(config, model=replace(config.model, clip_loras=loras_of(jobs)))
     if options.dry_run:
-        command.show_plan(config, jobs, why, input_errors)
+        show_plan(
+            console,
+            command.policy,
+            config,
+            jobs,
+            why,
+            input_errors,
+            assumes_costs=options.costs is None,
+        )
         return
     traces.check()
     with lock_folder(command.policy.folder, command.policy.single_clip) as why_not:
@@ -508,7 +515,7 @@ class RunCommand:
             # manifest.
             with manifest:
                 return [], {}, None
-        console.info(_describe(config, clips.clips))
+        console.info(describe_run(config, clips.clips))
         progress = Progress(
             console,
             "run",
@@ -542,61 +549,6 @@ class RunCommand:
         console.info(", wrote ".join([progress.summary_line, *self.traces.paths]))
         return [each for each in made if each["output"] not in missing], missing, metrics
 
-    def show_plan(
-        self,
-        config: PipelineConfig,
-        jobs: Sequence[RunJob],
-        why: str,
-        input_errors: Sequence[SvdppError],
-    ) -> None:
-        """Check a run, and print what it would make and when.
-
-        Args:
-            config: Configuration of the run.
-            jobs: Jobs of the run, checked.
-            why: Remark on the layout.
-            input_errors: Errors of inputs and lines of which no clip is made.
-        """
-        from svdpp.driver.jobs import plan_clips
-        from svdpp.driver.request import describe_assumed_costs
-        from svdpp.driver.resolve import estimate_ranks, resolve_config
-        from svdpp.driver.run_plan import BATCH_SIZE
-
-        console, policy = self.console, self.policy
-        config, checkpoint = resolve_config(config, weights="none")
-        assert checkpoint is not None
-        clips = plan_clips(jobs, policy, config, checkpoint)
-        console.info(why)
-        ranks = estimate_ranks(config, checkpoint, apart=len(clips.clips) > BATCH_SIZE)
-        ends, forecast = _forecast(config, clips)
-        refused = [
-            {
-                **{name: error.details.get(name) for name in ("line", "field")},
-                "message": console.error_record(error)["message"],
-            }
-            for error in input_errors
-        ]
-        console.result(_describe(config, clips.clips))
-        console.report(
-            {
-                "schema_version": 1,
-                "folder": str(policy.folder),
-                "clips": [
-                    _clip_row(config, clips, clip, end)
-                    for clip, end in itertools.zip_longest(clips.clips, ends)
-                ],
-                "finished": [metadata["output"] for metadata in clips.skipped],
-                **({"refused": refused} if refused else {}),
-                "forecast": forecast,
-                "layout": str(config.layout),
-                "world_size": config.world_size,
-                "device": config.device,
-                "ranks": [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(ranks)],
-            }
-        )
-        if self.options.costs is None:
-            console.info(describe_assumed_costs(config.costs))
-
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
     """Return remarks on unexpected changes to the images, for each size of the clips."""
@@ -611,84 +563,3 @@ def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
     remarks = [text for own, found in files.values() for text in input_remarks(found, own)]
     more = len(remarks) - _MAX_REMARKS
     return remarks[:_MAX_REMARKS] + ([f"and {more} more of this kind"] if more > 0 else [])
-
-
-def _clip_row(
-    config: PipelineConfig, clips: RunPlan, clip: PlannedClip, end: float | None
-) -> dict[str, Any]:
-    """Return a dry run's row for a clip.
-
-    `end` is the forecast time of the clip's end in seconds.
-    """
-    sampling, job = clip.sampling or config.sampling, clip.job
-    file, folder = job.made_from.media_file, clips.resolver.folder
-    about = {
-        "output": os.path.basename(clips.resolver.output_of(job).path),
-        "input": None if file is None else recorded_path(file.path, folder),
-        "seed": job.seed,
-        "size": f"{sampling.width}x{sampling.height}",
-        "frames": sampling.frames,
-        "steps": sampling.num_inference_steps,
-    }
-    return about if end is None else {**about, "end_seconds": round(end, 3)}
-
-
-def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
-    """Forecast when each of the first clips ends, and how long all clips take.
-
-    The costs are for the pipeline's sampling parameters. The times of a clip of another size are
-    scaled by its pixels.
-    """
-    from svdpp.driver.run_plan import BATCH_SIZE
-    from svdpp.plan.forecast import simulate_schedule
-
-    first = clips.clips[:BATCH_SIZE]
-    if not first:
-        return [], {"total_seconds": 0.0}
-    pixels = [_pixels(clip.sampling or config.sampling) for clip in clips.clips]
-    sizes = [each / _pixels(config.sampling) for each in pixels[: len(first)]]
-    schedule = clips.resolver.schedule(first)
-    spans = simulate_schedule(schedule, config.costs, sizes)
-    ends = [0.0] * len(first)
-    for span in spans:
-        ends[span.clip] = max(ends[span.clip], span.end)
-    total = max(ends)
-    if len(first) < len(clips.clips):  # the remaining clips are assumed to finish at the same rate
-        steps = [
-            (clip.sampling or config.sampling).num_inference_steps * each
-            for clip, each in zip(clips.clips, pixels, strict=True)
-        ]
-        total *= sum(steps) / sum(steps[: len(first)])
-    return ends, {"total_seconds": round(total, 3)}
-
-
-def _pixels(sampling: SamplingConfig) -> int:
-    return sampling.width * sampling.height * sampling.frames
-
-
-def _describe(config: PipelineConfig, clips: Sequence[PlannedClip]) -> str:
-    begun = sum(clip.done_steps > 0 for clip in clips)
-    kinds = {
-        (sampling.frames, sampling.width, sampling.height, sampling.num_inference_steps)
-        for sampling in {clip.sampling or config.sampling for clip in clips} or {config.sampling}
-    }
-    frames, width, height, steps = (_range([kind[index] for kind in kinds]) for index in range(4))
-    size = f"{width}x{height}"
-    sizes = sorted({kind[1:3] for kind in kinds})
-    if len(sizes) > 1:
-        size = f"{len(sizes)} sizes"
-    return (
-        f"{pluralize(len(clips), 'clip')} of {_plural(frames, 'frame')}, "
-        f"{size}, {_plural(steps, 'step')}, on "
-        f"{pluralize(config.world_size, f'{config.device} rank')} with {config.model.name}"
-        + (f"; {begun} of them continued from an earlier run" if begun else "")
-    )
-
-
-def _range(numbers: Sequence[int]) -> str:
-    lowest, highest = min(numbers), max(numbers)
-    return str(lowest) if lowest == highest else f"{lowest} to {highest}"
-
-
-def _plural(number: str, noun: str) -> str:
-    return f"{number} {noun}{'' if number == '1' else 's'}"
