@@ -174,16 +174,21 @@ class Route:
     @property
     def links(self) -> set[tuple[int, int]]:
         """Pairs of ranks (from, to) between which packets of the clip are sent."""
-        seconds = [part.rank + 1 for part in self.ranges if part.num_steps and self.paired]
-        between = pairwise(part.rank for part in self.ranges)
-        return {*between, *pairwise(seconds), *((rank - 1, rank) for rank in seconds)}
+        links = set(pairwise(part.rank for part in self.ranges))
+        if self.paired:
+            seconds = [part.rank + 1 for part in self.ranges if part.num_steps]
+            links |= set(pairwise(seconds))
+            links |= {(rank - 1, rank) for rank in seconds}
+        return links
 
     @property
     def decode_links(self) -> set[tuple[int, int]]:
         """Pairs of ranks (from, to) between which the final latent or decoded frames are sent."""
         writer = self.ranges[-1].rank
-        helpers = [share.rank for share in self.shares[1:]]
-        return {(writer, rank) for rank in helpers} | {(rank, writer) for rank in helpers}
+        links: set[tuple[int, int]] = set()
+        for share in self.shares[1:]:
+            links |= {(writer, share.rank), (share.rank, writer)}
+        return links
 
     def has_latent(self, rank: int) -> bool:
         """Whether a rank has the final latent because it is the second rank of the last pair.
@@ -203,8 +208,11 @@ class Route:
         Returns:
             Number of stages after the rank's own stage; 0 if the route does not visit the rank.
         """
-        units = [range(part.rank, part.rank + 1 + self.paired) for part in reversed(self.ranges)]
-        return next((after for after, unit in enumerate(units) if rank in unit), 0)
+        for num_after, part in enumerate(reversed(self.ranges)):
+            is_second = self.paired and rank == part.rank + 1
+            if rank == part.rank or is_second:
+                return num_after
+        return 0
 
     def resumed(self, at: int) -> Route:
         """Return the part of the route from the rank that runs step `at`.
@@ -355,7 +363,10 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
     ordered: list[Action] = []
     for index, visit in enumerate(visits):
         posted = visits[:2] if index == 0 else visits[index + 1 : index + 2]
-        ordered += [*(each.pending for each in posted if each.pending), *visit.work]
+        for each in posted:
+            if each.pending is not None:
+                ordered.append(each.pending)
+        ordered += visit.work
     return tuple(ordered)
 
 

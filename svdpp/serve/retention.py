@@ -81,8 +81,9 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     # Claims that were lost may also have written a clip, so the files of all tokens are removed.
     tokens = range(min(job.fencing_token, 1), job.fencing_token + 1)
     clips = [replace(job, fencing_token=token).clip_path(folder) for token in tokens]
+    metadata = [Path(f"{clip}.json") for clip in clips]
     with store.errors():
-        for path in (*clips, *(Path(f"{clip}.json") for clip in clips), *job.upload_paths(folder)):
+        for path in [*clips, *metadata, *job.upload_paths(folder)]:
             store.remove(path)
     store.check()  # raises if the disk is not mounted, which also makes files look missing
     if is_removed := queue.remove(id):
@@ -128,15 +129,16 @@ def remove_orphans(
     # always be open, so there old checkpoints are removed here.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, lines, oldest)}
-    unused: FileSnapshot = {
-        copy
-        for copy in copies.items()
+    unused: FileSnapshot = set()
+    for copy in copies.items():
+        name = copy[0]
+        if any(id in name for id in in_use):
+            continue
         # Only a file that the store also has is a copy. The folder may have files from before the
         # store was used.
-        if (copy[0] in files and FILE_NAME.fullmatch(copy[0]) and not _LATENT.match(copy[0]))
-        or _is_orphan(copy, clips, lines, oldest, is_copy=True)
-        if not any(id in copy[0] for id in in_use)
-    }
+        is_copy = name in files and FILE_NAME.fullmatch(name) and not _LATENT.match(name)
+        if is_copy or _is_orphan(copy, clips, lines, oldest, is_copy=True):
+            unused.add(copy)
     with store.errors():
         for name, _ in left & before:
             store.remove(store.folder / name)
@@ -194,13 +196,12 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     if queue.store.is_remote:  # with a store, the local folder has only copies
         return []
     folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
-    orphans = {
-        name: written_at
-        for name, (_, written_at) in sorted(files.items())
-        if (match := FILE_NAME.fullmatch(name))
-        and (id := match["photo"] or match["clip"])
-        and id not in ids
-    }
+    orphans: dict[str, float] = {}
+    for name, (_, written_at) in sorted(files.items()):
+        match = FILE_NAME.fullmatch(name)
+        id = match and (match["photo"] or match["clip"])
+        if id and id not in ids:
+            orphans[name] = written_at
     clips = [name for name in orphans if name.endswith(".mp4")]
     if queue.is_shared or (ids and not clips):
         oldest = _now_or_never(queue) - ORPHAN_SCAN_SECONDS

@@ -204,7 +204,8 @@ class UploadStore:
                 _copy(source, upload)
                 found = self._decode(upload, name, video_frames, owner, decoded)
                 sha256, suffix, width, height, conversion = found
-                final = self._folder / f"{id}{f'.{further}' if further else suffix}"
+                ending = f".{further}" if further else suffix
+                final = self._folder / f"{id}{ending}"
                 output_files.fsync(upload)
                 os.rename(upload, final)
                 output_files.fsync(self._folder)
@@ -254,13 +255,12 @@ class UploadStore:
     def _decode(
         self, upload: Path, name: str, video_frames: int, owner: str, decoded: DecodedImages | None
     ) -> tuple[str, ...]:
-        key = ("" if decoded is None else _sha256_of(upload), video_frames)
-        found = None if decoded is None else decoded.get(key)
-        if found is None:
-            found = self._decode_in_slot(upload, name, video_frames, owner)
-        if decoded is not None:
-            decoded[key] = found
-        return found
+        if decoded is None:
+            return self._decode_in_slot(upload, name, video_frames, owner)
+        key = _sha256_of(upload), video_frames
+        if key not in decoded:
+            decoded[key] = self._decode_in_slot(upload, name, video_frames, owner)
+        return decoded[key]
 
     def _decode_in_slot(
         self, upload: Path, name: str, video_frames: int, owner: str
@@ -334,11 +334,10 @@ def _decoder_error(text: str, upload: Path, name: str) -> InputError:
             raise ValueError("it is no error")
     except (ValueError, AttributeError, RecursionError):
         return InputError(f"{name!r} cannot be decoded", "save it again as PNG or JPEG")
-    safe_details = {
-        key: name if value == str(upload) else value
-        for key, value in details.items()
-        if isinstance(value, (int, float, str)) and key.isidentifier()
-    }
+    safe_details: dict[str, int | float | str] = {}
+    for key, value in details.items():
+        if key.isidentifier() and isinstance(value, int | float | str):
+            safe_details[key] = name if value == str(upload) else value
     return InputError(message.replace(repr(str(upload)), repr(name)), hint, details=safe_details)
 
 

@@ -46,16 +46,21 @@ _SPECS: tuple[FamilySpec, ...] = (
 #: Spec of each family, by name.
 FAMILY_SPECS: Mapping[str, FamilySpec] = {spec.name: spec for spec in _SPECS}
 
+
+def _families_by_pipeline() -> dict[str, str]:
+    families: dict[str, str] = {}
+    for spec in _SPECS:
+        for pipeline in (spec.text_pipeline, spec.image_pipeline):
+            if pipeline is not None and pipeline not in spec.aliases:
+                families[pipeline] = spec.name
+    for spec in _SPECS:
+        for alias in spec.aliases:
+            families.setdefault(alias, spec.name)
+    return families
+
+
 #: Name of the family that runs a checkpoint by default, by the checkpoint's pipeline class.
-FAMILY_OF_PIPELINE: dict[str, str] = {
-    pipeline: family
-    for family, spec in FAMILY_SPECS.items()
-    for pipeline in (spec.text_pipeline, spec.image_pipeline)
-    if pipeline is not None and pipeline not in spec.aliases
-}
-for _family, _spec in FAMILY_SPECS.items():
-    for _alias in _spec.aliases:
-        FAMILY_OF_PIPELINE.setdefault(_alias, _family)
+FAMILY_OF_PIPELINE: Mapping[str, str] = _families_by_pipeline()
 
 #: Class of each family's sampling parameters, by the name of the family.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}
@@ -104,7 +109,8 @@ def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
     family = values.get("family", "svd")
     check_choice("family", family, (*SAMPLING_CLASSES,))
     kind = SAMPLING_CLASSES[family]
-    unknown = ", ".join(sorted(values.keys() - {field.name for field in fields(kind)}))
+    known = {field.name for field in fields(kind)}
+    unknown = ", ".join(sorted(values.keys() - known))
     require(not unknown, f"{family} has no parameter {shown(unknown)}")
     sampling: SamplingConfig = kind(**values)
     return sampling
