@@ -148,6 +148,15 @@ class PipelineRanks:
         """
         self._observers = (*self._observers, observer)
 
+    @property
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks that this process has started, in the order of the ranks.
+
+        Raises:
+            ClosedError: The ranks are not started yet.
+        """
+        return self._running_supervisor.rank_pids
+
     def serve(self, *, say: Callable[[str, bool], None]) -> None:
         """Run a rank other than 0 in this process, until rank 0 ends the run.
 

@@ -90,6 +90,11 @@ class Supervisor:
         such error was raised."""
         self.trace = Trace(group.world_size) if trace is None else trace
 
+    @property
+    def rank_pids(self) -> list[int]:
+        """Process ids of the ranks that this process has started, in the order of the ranks."""
+        return self._group.pids
+
     def send(self, rank: int, message: bytes) -> None:
         """Send a message to a rank, from any thread; do nothing if the rank has ended."""
         self._group.send(rank, message)

@@ -38,8 +38,7 @@ def main() -> None:
     )
     with Pipeline(config) as pipeline:
         pipeline.run([ClipRequest(seed=0)])
-        pids: list[int] = pipeline._running_supervisor._group.pids
-        ranks = [_held_by(pid) for pid in pids]
+        ranks = [_held_by(pid) for pid in pipeline.rank_pids]
     print(json.dumps({"ranks": ranks, "parent": _held_by(os.getpid())}))
 
 

@@ -160,8 +160,7 @@ def seconds_until_named(
     def strike(rank: int, event: Event) -> None:
         if rank == 1 and isinstance(event, kind) and not began:
             began.append(time.monotonic())
-            pids: list[int] = pipeline._running_supervisor._group.pids
-            os.kill(pids[1], number)
+            os.kill(pipeline.rank_pids[1], number)
 
     pipeline.observe(strike)
     with pytest.raises(RankError, match="rank 1 "), pipeline:

@@ -58,5 +58,4 @@ def clips(*seeds: int) -> list[ClipRequest]:
 
 def pids(pipeline: Pipeline) -> list[int]:
     """Return the process ids of a pipeline's ranks, by rank."""
-    found: list[int] = pipeline._running_supervisor._group.pids
-    return found
+    return pipeline.rank_pids

@@ -167,8 +167,7 @@ class Serving:
     def pids(self) -> list[int]:
         pipeline = self.engine._pipeline
         assert pipeline is not None
-        found: list[int] = pipeline._running_supervisor._group.pids
-        return found
+        return pipeline.rank_pids
 
     def kill(self, rank: int) -> None:
         os.kill(self.pids[rank], signal.SIGKILL)
