@@ -18,7 +18,8 @@ from typing import Any
 from svdpp.errors import OutputError, RequestError
 from svdpp.serve.clock import uptime
 from svdpp.serve.job import COLUMNS, UPLOADS_FOLDER, Job, JobState, job_from_row
-from svdpp.serve.queue import QUEUED, JobQueue, QueueFullError, insert_job
+from svdpp.serve.queue import QUEUED, JobQueue, QueueFullError
+from svdpp.serve.queue_sql import insert_job
 
 
 class BatchState(StrEnum):

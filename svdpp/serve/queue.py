@@ -35,18 +35,16 @@ from typing import TYPE_CHECKING, Any, Literal
 from loguru import logger
 
 from svdpp.config import SamplingConfig
-from svdpp.config.limits import LARGE_MEGAPIXELS
 from svdpp.errors import OutputError, RankError, RequestError, SvdppError, error_to_dict
+from svdpp.serve import queue_sql as sql
 from svdpp.serve.clock import check_skew, uptime
 from svdpp.serve.job import (
-    COLUMNS,
     Job,
     JobState,
     UnreadableJobError,
     VerificationStatus,
     column_of,
     job_from_row,
-    job_to_row,
     sampling_of,
     to_json,
 )
@@ -54,18 +52,9 @@ from svdpp.serve.sqlite import SqliteBackend
 from svdpp.serve.store import FileStore
 
 if TYPE_CHECKING:
-    import sqlite3
+    from svdpp.serve.postgres import PostgresBackend
+    from svdpp.serve.queue_sql import DatabaseConnection
 
-    from svdpp.serve.postgres import Connection, PostgresBackend
-
-    DatabaseConnection = sqlite3.Connection | Connection
-
-#: Seconds of waiting that equal one step of priority. A waiting job goes before a job of higher
-#: priority that was requested this much later for each step of difference. So no job waits forever.
-AGEING_SECONDS = 600.0
-
-#: Number of a job's claims that may expire without a renewal. With the last of them the job fails.
-MAX_EXPIRED_LEASES = 5
 
 # Limits on the incompatible jobs that one claim skips, and on those that a server remembers.
 _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
@@ -77,98 +66,11 @@ QUEUED = "queued"
 _SERVER_RETENTION_SECONDS = 86400
 
 
-def _state_in(states: Iterable[JobState]) -> str:
-    return f"state IN ({', '.join(repr(str(state)) for state in states)})"
-
-
-_COLUMNS = ", ".join(COLUMNS)
-# A clock that was set back must not give a job a negative duration.
-_START = "CASE WHEN clock() < created_at THEN created_at ELSE clock() END"
-_BEGIN = "coalesce(started_at, created_at)"
-_END = f"CASE WHEN clock() < {_BEGIN} THEN {_BEGIN} ELSE clock() END"
-_SAMPLING = COLUMNS.index("sampling")
-_FINAL = _state_in(state for state in JobState if state.is_final)
-
-# --- the transitions that depend on more than the state -------------------------------------------
-
-_LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
-_MODEL_KEY = "coalesce(nullif(weights, ''), model)"
-# This query finds the first job of each owner by an index, so that the time does not grow with the
-# queue. The state is compared again after PostgreSQL has locked the row, because the job may have
-# been cancelled meanwhile.
-_NEXT = """
-    WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
-        SELECT seq FROM jobs WHERE jobs.owner = owners.owner
-            AND state = 'queued' AND {} ORDER BY due, seq LIMIT 1) AS first FROM owners)
-    SELECT id FROM firsts JOIN owners ON owners.owner = whose JOIN jobs ON seq = first
-    WHERE state = 'queued' ORDER BY owners.turn, due, seq LIMIT 1
-"""
-_CLAIM = f"""
-UPDATE jobs SET state = 'in_progress', started_at = {_START}, server = ?, token = token + ?,
-    lease_until = clock() + ?, step = 0,
-    turn = coalesce((SELECT turn FROM owners WHERE owners.owner = jobs.owner), 0)
-WHERE id = ({{}}) RETURNING {_COLUMNS}
-"""
-_NEW_OWNER = "INSERT INTO owners VALUES (?, 0) ON CONFLICT (owner) DO NOTHING"
-_ADVANCE_TURN = """
-INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
-ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
-"""
-_EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# SQL condition that a job has used all its `MAX_EXPIRED_LEASES`. The job then fails.
-_IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
-_REQUEUE = f"""
-UPDATE jobs SET
-    state = CASE WHEN cancel_asked THEN 'cancelled' WHEN {_IS_LAST} THEN 'failed' ELSE 'queued' END,
-    error = CASE WHEN {_IS_LAST} AND NOT cancel_asked THEN ? ELSE error END,
-    finished_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN {_END} END,
-    started_at = CASE WHEN cancel_asked OR {_IS_LAST} THEN started_at END,
-    attempts = attempts + CASE WHEN cancel_asked THEN 0 ELSE ? END,
-    lost = lost + {{lost}},
-    server = NULL
-WHERE id = ? AND state = 'in_progress' AND token = ? AND {{and_}}
-RETURNING state, turn, owner
-"""
 _TOO_MANY_EXPIRED = RankError(
-    f"{MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they had this clip",
+    f"{sql.MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they had this clip",
     "their logs say why; request it again if the clip is not what ended them",
-    details={"lost_claims": MAX_EXPIRED_LEASES},
+    details={"lost_claims": sql.MAX_EXPIRED_LEASES},
 )
-# Each renewal is one statement, because every server renews its claims every few seconds.
-_RENEW = """
-UPDATE jobs SET lease_until = clock() + ?, step = claims.step
-FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)
-WHERE jobs.id = claims.id AND jobs.token = claims.token AND state = 'in_progress'
-RETURNING jobs.id, jobs.token, cancel_asked
-"""
-_REGISTER = """
-WITH forgotten AS (DELETE FROM servers WHERE seen_at < clock() - ?)
-INSERT INTO servers VALUES (?, ?, clock())
-ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
-"""
-_RESTORE_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
-# This query lists the first jobs of all owners in the order of the owners' turns, then the second
-# jobs, etc.
-_ROUND_ROBIN = """
-SELECT id, sampling FROM (
-    SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
-        first_value(due) OVER own AS first_due, first_value(seq) OVER own AS first_seq
-    FROM jobs LEFT JOIN owners ON owners.owner = jobs.owner
-    WHERE state = 'queued' AND {} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
-) AS waiting ORDER BY place, turn, first_due, first_seq
-"""
-# The webhook becomes due again later, in case the server is killed before it calls `set_callback`.
-_CLAIM_CALLBACK = f"""
-UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
-WHERE callback_due <= clock() AND id = (
-    SELECT id FROM jobs WHERE callback_url IS NOT NULL AND callback_due <= clock()
-        AND state IN ('completed', 'failed') AND {{others}} ORDER BY callback_due LIMIT 1
-) RETURNING {_COLUMNS}
-"""
-_SET_CALLBACK = """
-UPDATE jobs SET callback_due = clock() + ?, callback_error = ?
-WHERE id = ? AND callback_attempts = ? RETURNING id
-"""
 
 
 class QueueFullError(SvdppError):
@@ -318,9 +220,13 @@ class JobQueue:
         Other jobs stay in the queue until a server claims them that can make them.
         """
         incompatible = set(self._incompatible.copy())
-        runnable = "true" if self.model_key is None else f"{_MODEL_KEY} = ?"
-        runnable += f" AND sampling NOT IN ({_placeholders(incompatible)})" if incompatible else ""
-        return runnable, [*([] if self.model_key is None else [self.model_key]), *incompatible]
+        runnable, values = "true", list[str]()
+        if self.model_key is not None:
+            runnable = f"{sql.MODEL_KEY} = ?"
+            values = [self.model_key]
+        if incompatible:
+            runnable += f" AND sampling NOT IN ({sql.placeholders(incompatible)})"
+        return runnable, [*values, *incompatible]
 
     @property
     def _open(self) -> tuple[str, list[str]]:
@@ -353,7 +259,7 @@ class JobQueue:
             UnreadableJobError: A newer svdpp has stored the job with the idempotency key.
             OutputError: The time is later than `until`, or the queue cannot be used.
         """
-        find_existing = f"SELECT {_COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
+        find_existing = f"SELECT {sql.COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.backend.transaction(advisory_lock="add") as connection:
             for row in connection.execute(
                 find_existing, (job.owner, job.idempotency_key)
@@ -362,7 +268,7 @@ class JobQueue:
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
-            insert_job(connection, job)
+            sql.insert_job(connection, job)
             self.notify(connection, QUEUED)
         return job
 
@@ -397,7 +303,9 @@ class JobQueue:
         """
         for _ in range(_MAX_TRIES):
             runnable, values = self._runnable
-            next_id = _NEXT.format(runnable if large else f"{runnable} AND NOT {_LARGE}")
+            if not large:
+                runnable += f" AND NOT {sql.IS_LARGE}"
+            next_id = sql.NEXT_JOB.format(runnable)
             if not self.backend.fetch_all(next_id, *values):
                 return None
             try:
@@ -411,17 +319,17 @@ class JobQueue:
     def _try_claim(self, next_id: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
         claim = self.server, int(self.is_shared), self.lease_seconds
         with self.backend.transaction(advisory_lock) as connection:
-            rows = connection.execute(_CLAIM.format(next_id), (*claim, *values)).fetchall()
+            rows = connection.execute(sql.CLAIM.format(next_id), (*claim, *values)).fetchall()
             if not rows:
                 return None
             try:
                 job = job_from_row(rows[0])
             except UnreadableJobError as error:
                 self._skip_unreadable(error)
-                raise _IncompatibleJobError(rows[0][_SAMPLING]) from error
+                raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX]) from error
             if self.incompatible_reason(job) is not None:
-                raise _IncompatibleJobError(rows[0][_SAMPLING])
-            connection.execute(_ADVANCE_TURN, (job.owner,))
+                raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX])
+            connection.execute(sql.ADVANCE_TURN, (job.owner,))
         self._claims.add((job.id, job.fencing_token))
         return job
 
@@ -445,15 +353,15 @@ class JobQueue:
         Returns:
             Whether the job was changed.
         """
-        condition = _EXPIRED if is_expired else "true"
-        statement = _REQUEUE.format(lost=int(is_expired and self.is_shared), and_=condition)
+        condition = sql.IS_EXPIRED if is_expired else "true"
+        statement = sql.REQUEUE.format(lost=int(is_expired and self.is_shared), and_=condition)
         values = to_json(error_to_dict(_TOO_MANY_EXPIRED)), int(counts), id, token
         self._claims.discard((id, token))
         with self.backend.transaction() as connection:
             rows = connection.execute(statement, values).fetchall()
             for state, turn, owner in rows:
                 if state == JobState.QUEUED:
-                    connection.execute(_RESTORE_TURN, (turn, owner, turn))
+                    connection.execute(sql.RESTORE_TURN, (turn, owner, turn))
                     self.notify(connection, QUEUED)
         return bool(rows)
 
@@ -489,7 +397,7 @@ class JobQueue:
 
     def pending_removals(self) -> list[str]:
         """Return the ids of ended jobs that their owners removed while ranks worked on them."""
-        return self._ids(f"remove_asked AND {_FINAL} ORDER BY seq")
+        return self._ids(f"remove_asked AND {sql.IS_FINAL} ORDER BY seq")
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
         """Set a job that the ranks dropped to CANCELLED; return whether the claim was valid."""
@@ -540,10 +448,10 @@ class JobQueue:
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
-            others = f"id NOT IN ({_placeholders(skipped)})" if skipped else "true"
+            others = f"id NOT IN ({sql.placeholders(skipped)})" if skipped else "true"
             try:
                 with self.backend.transaction() as connection:
-                    change = _CLAIM_CALLBACK.format(others=others)
+                    change = sql.CLAIM_CALLBACK.format(others=others)
                     rows = connection.execute(change, (seconds, *skipped)).fetchall()
                     return job_from_row(rows[0]) if rows else None
             # The transaction was rolled back, so the webhook stays due.
@@ -563,16 +471,15 @@ class JobQueue:
             Whether the outcome was stored; False if a later attempt has begun.
         """
         values = seconds, error, job.id, job.callback_attempts
-        return bool(self._fetch_changed(_SET_CALLBACK, *values))
+        return bool(self._fetch_changed(sql.SET_CALLBACK, *values))
 
     def remove(self, id: str) -> bool:
         """Remove the row of a job in a final state; return whether the row existed.
 
         The job's files stay; `retention.remove_job` removes the files and the row.
         """
-        return bool(
-            self._fetch_changed(f"DELETE FROM jobs WHERE id = ? AND {_FINAL} RETURNING id", id)
-        )
+        statement = f"DELETE FROM jobs WHERE id = ? AND {sql.IS_FINAL} RETURNING id"
+        return bool(self._fetch_changed(statement, id))
 
     def requeue_expired(self) -> list[Job]:
         """Requeue the jobs in progress whose claims have expired; return these jobs.
@@ -581,7 +488,7 @@ class JobQueue:
         """
         most = f"LIMIT {_MAX_REQUEUED}" if self.is_shared else ""
         ended = self.backend.fetch_all(
-            f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {_EXPIRED} "
+            f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {sql.IS_EXPIRED} "
             f"ORDER BY started_at, turn, seq {most}"
         )
         # `is_expired`, because the claim's server may have renewed the claim since the query.
@@ -600,9 +507,9 @@ class JobQueue:
         """Set columns of a job's row if the job has one of the states, and the token if given."""
         columns = ", ".join(f"{name} = ?" for name in values)
         if (state := values.get("state")) is not None and JobState(state).is_final:
-            columns += f", finished_at = {_END}"
+            columns += f", finished_at = {sql.END_TIME}"
         has_token = "true" if token is None else f"token = {token}"
-        query = f"UPDATE jobs SET {columns} WHERE id = ? AND {_state_in(states)} AND {has_token}"
+        query = f"UPDATE jobs SET {columns} WHERE id = ? AND {sql.state_in(states)} AND {has_token}"
         with self.backend.transaction() as connection:
             return connection.execute(query, (*values.values(), id)).rowcount == 1
 
@@ -625,7 +532,7 @@ class JobQueue:
         if not claims:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
-        rows = self.backend.fetch_all(_RENEW, self.lease_seconds, *map(list, columns))
+        rows = self.backend.fetch_all(sql.RENEW, self.lease_seconds, *map(list, columns))
         # Removed only after the query. If the query fails, the next call finds these claims again.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
@@ -641,7 +548,7 @@ class JobQueue:
     def register(self, description: Mapping[str, Any]) -> None:
         """Store a description of this server, as JSON values, with the time of this call."""
         self.backend.fetch_all(
-            _REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
+            sql.REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
         )
 
     def servers(self) -> list[dict[str, Any]]:
@@ -667,7 +574,7 @@ class JobQueue:
 
     def is_unreadable(self, id: str, owner: str) -> bool:
         """Whether the owner has a job with this id that only a newer svdpp can read."""
-        query = f"SELECT {_COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
+        query = f"SELECT {sql.COLUMNS} FROM jobs WHERE id = ? AND owner = ?"
         rows = self.backend.fetch_all(query, id, owner)
         return bool(rows) and not list(self._read(rows))
 
@@ -691,7 +598,7 @@ class JobQueue:
             states: States of the jobs; empty: all states.
             batch_id: Id of the jobs' batch; None: jobs in and outside of batches.
         """
-        states_are = _state_in(states) if states else "true"
+        states_are = sql.state_in(states) if states else "true"
         where, values = f"owner = ? AND NOT remove_asked AND {states_are}", [owner]
         if batch_id is not None:
             where += " AND batch_id = ?"
@@ -701,7 +608,8 @@ class JobQueue:
             where += f" AND seq {beyond} (SELECT seq FROM jobs WHERE id = ?)"
             values.append(after)
         found: list[Job] = []
-        query = f"SELECT {_COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order} LIMIT ? OFFSET ?"
+        query = f"SELECT {sql.COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order}"
+        query += " LIMIT ? OFFSET ?"
         offset = 0
         # Unreadable rows are replaced by further rows, because clients take a short page for the
         # last one.
@@ -725,7 +633,7 @@ class JobQueue:
         """Return id and sampling parameters of each job that this server may claim, in order."""
         runnable, values = self._runnable
         waiting = []
-        for id, text in self.backend.fetch_all(_ROUND_ROBIN.format(runnable), *values):
+        for id, text in self.backend.fetch_all(sql.ROUND_ROBIN.format(runnable), *values):
             # `claim` counts unreadable jobs.
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 waiting.append((id, sampling_of(text)))
@@ -742,7 +650,7 @@ class JobQueue:
 
     def has_unfinished(self) -> bool:
         """Whether any job has not ended, including jobs that this server cannot make."""
-        unfinished = _state_in(state for state in JobState if not state.is_final)
+        unfinished = sql.state_in(state for state in JobState if not state.is_final)
         return bool(self.backend.fetch_all(f"SELECT 1 FROM jobs WHERE {unfinished} LIMIT 1"))
 
     def counts(self) -> dict[JobState, int]:
@@ -792,7 +700,7 @@ class JobQueue:
         """SQL condition for jobs that this server can verify, and the condition's values."""
         if not self.is_shared or self.model_key is None:
             return "true", []
-        return f"{_MODEL_KEY} = ?", [self.model_key]
+        return f"{sql.MODEL_KEY} = ?", [self.model_key]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
         """Return the unix time of each ended job's end, by id, the earliest first.
@@ -800,7 +708,7 @@ class JobQueue:
         Args:
             before: Unix time; jobs that ended later are left out.
         """
-        where = f"{_FINAL} AND finished_at < ? ORDER BY finished_at, seq"
+        where = f"{sql.IS_FINAL} AND finished_at < ? ORDER BY finished_at, seq"
         return dict(
             self.backend.fetch_all(f"SELECT id, finished_at FROM jobs WHERE {where}", before)
         )
@@ -816,19 +724,8 @@ class JobQueue:
         ]
 
     def _jobs(self, tail: str, *values: Any) -> list[Job]:
-        return [*self._read(self.backend.fetch_all(f"SELECT {_COLUMNS} FROM jobs {tail}", *values))]
-
-
-def _placeholders(values: Iterable[Any]) -> str:
-    return ", ".join("?" for _ in values)
-
-
-def insert_job(connection: DatabaseConnection, job: Job) -> None:
-    """Insert the row of a new job within an open transaction."""
-    values = {**job_to_row(job), "due": job.created_at - job.priority * AGEING_SECONDS}
-    query = f"INSERT INTO jobs ({', '.join(values)}) VALUES ({_placeholders(values)})"
-    connection.execute(query, tuple(values.values()))
-    connection.execute(_NEW_OWNER, (job.owner,))
+        rows = self.backend.fetch_all(f"SELECT {sql.COLUMNS} FROM jobs {tail}", *values)
+        return list(self._read(rows))
 
 
 def _same_request(existing: Job, job: Job) -> Job:

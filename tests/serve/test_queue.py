@@ -17,7 +17,8 @@ import pytest
 from svdpp.errors import RankError, RequestError
 from svdpp.serve import job, postgres, sqlite
 from svdpp.serve.job import JobState, column_of, new_id
-from svdpp.serve.queue import AGEING_SECONDS, JobQueue, QueueFullError
+from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.queue_sql import AGEING_SECONDS
 from tests.support.engines import SAMPLING, add, in_state, job_of, new_job, take_all, taken
 
 

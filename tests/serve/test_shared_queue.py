@@ -21,7 +21,8 @@ from svdpp.errors import OutputError, RequestError
 from svdpp.serve.clock import uptime
 from svdpp.serve.fleet import Fleet
 from svdpp.serve.job import Job, JobState, new_id
-from svdpp.serve.queue import MAX_EXPIRED_LEASES, JobQueue
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.queue_sql import MAX_EXPIRED_LEASES
 from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.store import FileStore
