@@ -20,8 +20,8 @@ from tests.support.shell import (
     TINY,
     assert_error,
     python,
+    run_in_turn,
     svdpp_alone,
-    svdpp_and_modules,
     svdpp_here,
 )
 
@@ -35,29 +35,26 @@ HEAVY = {
 COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "word"),
-    [
-        (("--help",), "Usage:"),
-        (("--version",), f"svdpp {__version__}"),
-        (("run", "--help"), "Usage:"),
-        (("serve", "--help"), "Usage:"),
-        (("plan",), "per min"),
-        (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"'),
-    ],
-    ids=str,
+#: Light commands, in an order in which each adds its modules, and a word of their output. Typer
+#: imports pydantic to convert the values of the last one.
+LIGHT = (
+    (("--help",), "Usage:", set()),
+    (("--version",), f"svdpp {__version__}", set()),
+    (("run", "--help"), "Usage:", {"svdpp.cli.run"}),
+    (("serve", "--help"), "Usage:", {"svdpp.cli.serve"}),
+    (("plan",), "per min", {"svdpp.cli.plan"}),
+    (("plan", "--world", "4", "--clips", "3", "--json"), '"bubble"', {"pydantic"}),
 )
-def test_light_commands_import_nothing_heavy(arguments: tuple[str, ...], word: str) -> None:
-    answer, loaded = svdpp_and_modules(*arguments)
 
-    assert answer.code == 0
-    assert word in answer.out
-    assert "svdpp" in loaded
-    by_typer = {"pydantic"} if "--world" in arguments else set()  # to convert values
-    assert {name.partition(".")[0] for name in loaded} & HEAVY == by_typer
-    assert loaded & COMMAND_MODULES == {
-        f"svdpp.cli.{name}" for name in COMMANDS.keys() & {arguments[0]}
-    }
+
+def test_light_commands_import_nothing_heavy() -> None:
+    """One new process runs them in turn, and lists what each has imported in addition."""
+    answers = run_in_turn(*(arguments for arguments, _, _ in LIGHT))
+    for (arguments, word, expected), (code, out, added) in zip(LIGHT, answers, strict=True):
+        assert (code, word in out) == (0, True), arguments
+        packages = {name.partition(".")[0] for name in added}
+        assert packages & HEAVY | added & COMMAND_MODULES == expected, arguments
+    assert "svdpp" in answers[0][2]
 
 
 # --- exit codes ---------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
 from tests.support.builders import edit_json, save_tiny_checkpoint
 from tests.support.damage import Damage
-from tests.support.shell import PHOTO, Answer, assert_error, python, svdpp_alone, svdpp_here
+from tests.support.shell import PHOTO, Answer, assert_error, python, svdpp_here
 from tests.support.trace_format import check_trace
 
 #: What a clip's JSON says of its request.
@@ -70,11 +70,14 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Answer]:
-    """A command that makes two clips of each of two photographs, its folder, and its answer."""
+    """A command that makes two clips of each of two photographs, its folder, and its answer.
+
+    tests/serve/test_run_at_server.py makes such a run in a new process.
+    """
     out = tmp_path_factory.mktemp("made") / "out"
     command = ["run", *PHOTOS, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
     whole = [*map(str, command), "--seeds", "3-4"]
-    return whole, out, svdpp_alone(*whole, "--out", str(out), "--json", "-q")
+    return whole, out, svdpp_here(*whole, "--out", str(out), "--json", "-q")
 
 
 def test_run_makes_clips_that_are_diffusers_own(

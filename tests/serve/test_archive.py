@@ -35,6 +35,7 @@ def _archive(server: HttpServer, **query: object) -> zipfile.ZipFile:
     return zipfile.ZipFile(io.BytesIO(answer.content))
 
 
+@pytest.mark.slow
 def test_an_archive_has_all_clips_by_readable_names(server: HttpServer, ids: list[str]) -> None:
     archive = _archive(server)
     assert archive.testzip() is None
@@ -49,6 +50,7 @@ def test_an_archive_has_all_clips_by_readable_names(server: HttpServer, ids: lis
     ]
 
 
+@pytest.mark.slow
 def test_an_archive_of_some_clips_and_one_without_its_file(
     server: HttpServer, ids: list[str]
 ) -> None:
@@ -65,6 +67,7 @@ def test_an_archive_of_some_clips_and_one_without_its_file(
     server.client.delete(f"/v1/videos/{empty}")
 
 
+@pytest.mark.slow
 def test_an_archive_is_refused_before_it_begins(
     server: HttpServer, ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +83,7 @@ def test_an_archive_is_refused_before_it_begins(
     assert server.client.head("/v1/videos/archive").status_code == 405
 
 
+@pytest.mark.slow
 def test_an_archive_that_cannot_be_finished_is_none(
     server: HttpServer, ids: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +101,7 @@ def test_an_archive_that_cannot_be_finished_is_none(
     assert "Traceback" not in server.err
 
 
+@pytest.mark.slow
 def test_an_archive_has_the_clips_of_its_key_alone(keyed: HttpServer) -> None:
     (id,) = keyed.add(name="mine.jpg", seed=1)
     keyed.wait_for(id, "completed")

@@ -7,7 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -96,6 +96,32 @@ def svdpp_and_modules(*arguments: str) -> tuple[Answer, set[str]]:
     answer = python("-c", _LIST_MODULES, *arguments)
     err, _, modules = answer.err.rpartition("MODULES ")
     return replace(answer, err=err), set(modules.split())
+
+
+_RUN_IN_TURN = """
+import contextlib, io, json, sys
+from svdpp.__main__ import main
+before = set()
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    out, code = io.StringIO(), None
+    with contextlib.redirect_stdout(out):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    after = set(sys.modules)
+    print(json.dumps([code, out.getvalue(), sorted(after - before)]))
+    before = after
+"""
+
+
+def run_in_turn(*commands: Sequence[str]) -> list[tuple[int, str, set[str]]]:
+    """For each command that one new process runs: code, stdout and newly imported modules."""
+    answer = python("-c", _RUN_IN_TURN, json.dumps(commands))
+    assert answer.code == 0, answer
+    records = [json.loads(line) for line in answer.out.splitlines()]
+    return [(code, out, set(added)) for code, out, added in records]
 
 
 def python(
