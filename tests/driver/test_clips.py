@@ -214,9 +214,8 @@ def uninterrupted() -> list[str]:
     return plain_hashes(28, 0, 1)
 
 
-@pytest.mark.parametrize(
-    "victim", [1, *(pytest.param(rank, marks=pytest.mark.slow) for rank in (2, 3))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2, 3])
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:

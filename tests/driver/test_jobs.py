@@ -172,6 +172,7 @@ def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
     assert as_model["parameters_sha256"] == plan.metadata[0]["parameters_sha256"]
 
 
+@pytest.mark.slow
 def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_path: Path) -> None:
     """100,000 of them: seconds, and at most 300 MB with the manifest and what goes to the ranks."""
     inputs, seeds = [ClipInput(media_file)], range(1000)

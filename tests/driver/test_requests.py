@@ -295,7 +295,7 @@ def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
     ("locale", "prompt"),
     [
         ({"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}, "café".encode()),
-        ({"LC_ALL": "C.UTF-8"}, b"caf\xe9"),
+        pytest.param({"LC_ALL": "C.UTF-8"}, b"caf\xe9", marks=pytest.mark.slow),
     ],
 )
 def test_a_prompt_whose_bytes_are_no_text_is_refused_at_once(

@@ -86,6 +86,7 @@ def test_an_upgrade_does_not_refuse_requests_that_are_stored(tmp_path: Path) -> 
         assert server.client.get("/ready").status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["after", "during"])
 def test_a_stored_job_is_answered_though_the_queue_goes_away(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch, when: str

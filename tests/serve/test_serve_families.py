@@ -140,6 +140,7 @@ def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
     assert [each["sha256"] for each in metadata["lora"]] == hashes
 
 
+@pytest.mark.slow
 def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
     data, folder = Path(save_video(tmp_path / "a.mp4")).read_bytes(), tmp_path / "photos"
     uploads, id = UploadStore(folder), new_id()

@@ -47,7 +47,14 @@ def slow_jpeg(num_scans: int = 20_000) -> bytes:
     return data[:end] + data[data.rindex(b"\xff\xda") : end] * num_scans + data[end:]
 
 
-@pytest.mark.parametrize(("format", "suffix"), [("PNG", ".png"), ("MPO", ".jpg"), ("TIFF", ".tif")])
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [
+        ("PNG", ".png"),
+        pytest.param("MPO", ".jpg", marks=pytest.mark.slow),
+        pytest.param("TIFF", ".tif", marks=pytest.mark.slow),
+    ],
+)
 def test_a_photograph_gets_the_name_of_its_job(
     uploads: UploadStore, tmp_path: Path, format: str, suffix: str
 ) -> None:
