@@ -67,9 +67,9 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
         pytest.param(
             {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.slow
         ),
-        ({}, {"num_inference_steps": 1}),
+        pytest.param({}, {"num_inference_steps": 1}, marks=pytest.mark.slow),
         pytest.param({}, {"num_frames": 1, "max_guidance_scale": 1.0}, marks=pytest.mark.slow),
-        ({}, {"fit": "crop", "width": 128}),
+        pytest.param({}, {"fit": "crop", "width": 128}, marks=pytest.mark.slow),
         pytest.param({}, {"fit": "pad", "width": 128}, marks=pytest.mark.slow),
         pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         pytest.param({"channels_last": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),

@@ -59,8 +59,8 @@ def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
 @pytest.mark.parametrize(
     "name",
     [
-        *NAMES[:2],
-        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:4]),
+        NAMES[0],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[1:4]),
         *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.full]) for name in NAMES[4:]),
     ],
 )
@@ -105,9 +105,8 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
 SETS = ((0,), (1,), (), (1, 0), (2, 3, 4), (0,))
 
 
-@pytest.mark.parametrize(
-    ("name", "has_model_lora"), [("wan", False), pytest.param("ltx", True, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "has_model_lora"), [("wan", False), ("ltx", True)])
 def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
     tiny_models: TinyModels, tmp_path: Path, name: str, has_model_lora: bool
 ) -> None:
