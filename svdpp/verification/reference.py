@@ -39,6 +39,7 @@ from svdpp.models.engine.load import (
 )
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.model import audio_rate, call_arguments, to_audio
+from svdpp.models.engine.modular_state import StatePacker
 from svdpp.models.engine.records import (
     Packer,
     patch_methods,
@@ -327,6 +328,7 @@ class _StepObserver:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> None:
+        self._spec = spec
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
         self._keeps = spec.branches == "calls"
         self._count = 0
@@ -382,7 +384,7 @@ class _StepObserver:
         return step
 
     def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
-        packer = Packer()
+        packer = Packer() if self._spec.modular is None else StatePacker({})
         packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
             packer.pack(output, f"{PREDICTION}{branch}")

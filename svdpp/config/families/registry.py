@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 from svdpp.config.families import (
     cogvideox,
     framepack,
+    helios,
     hunyuan_video,
     hunyuan_video_15,
     kandinsky5,
@@ -34,6 +35,7 @@ _SPECS: tuple[FamilySpec, ...] = (
     *ltx2.FAMILIES,
     *hunyuan_video.FAMILIES,
     *framepack.FAMILIES,
+    *helios.FAMILIES,
     *hunyuan_video_15.FAMILIES,
     *cogvideox.FAMILIES,
     *skyreels_v2.FAMILIES,

@@ -339,6 +339,7 @@ WAN_MODULAR = replace(
     title="Wan 2.1, modular",
     aliases=("WanPipeline", "WanImageToVideoPipeline"),
     text_aliases=("WanPipeline",),
+    size_from_image=True,
     # With a last image, the pipeline needs torchvision.
     last_image_arguments=None,
     gguf=False,

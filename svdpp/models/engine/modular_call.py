@@ -356,13 +356,13 @@ class ModularCall:
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
                     raise self._error(f"changes {name} in place in a block with steps inside")
-        # Values that an iteration writes before it reads them need not travel.
-        whole = values and not is_inside and not self._skipped
-        written = (
-            {name for name, use in self._first_uses.items() if use == "written"}
-            if whole and self._sub_block == len(self._loop.sub_blocks)
-            else set()
-        )
+        # Values that an iteration writes before it reads them need not travel. This is known only
+        # after a whole iteration, and packets must not depend on where their calls began: so not
+        # if an iteration has several steps.
+        written = set()
+        is_whole = place is not None and self._sub_block == len(self._loop.sub_blocks)
+        if is_whole and self._inner_steps == 1 and not (is_inside or self._skipped):
+            written = {name for name, use in self._first_uses.items() if use == "written"}
         block_state = [
             [name, packer.describe(value)]
             if name in written and isinstance(value, torch.Tensor)
@@ -387,38 +387,42 @@ class ModularCall:
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
         """Return name and structure of each value that later blocks read.
 
-        Of a tensor that the loop replaces, only the shape is packed.
+        Of a tensor that the loop replaces, or whose presence alone matters, the shape is packed.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
+        read, triggers = self._names_read()
         for name, value in self._state.values.items():
-            if name not in self._names_read():
+            if name not in read | triggers:
                 continue
             is_replaced = name in replaced & block_state.keys() and block_state[name] is not value
-            if is_replaced and isinstance(value, torch.Tensor):
+            if (is_replaced or name not in read) and isinstance(value, torch.Tensor):
                 packed.append([name, packer.describe(value)])
             else:
                 packed.append([name, packer.pack(value, f"state.{name}", may_be_absent=True)])
         return packed
 
-    def _names_read(self) -> set[str]:
-        """Return the names of all values that the current block and later ones declare to read."""
+    def _names_read(self) -> tuple[set[str], set[str]]:
+        """Return the names of all values that the current block and later ones declare to read.
+
+        The second set has the names of values by whose presence blocks choose branches.
+        """
         every = _leaf_blocks(self.pipe._blocks)
         at = next(place for place, (leaf, _) in enumerate(every) if leaf is self._block)
         repeating = [each for each in every[at][1] if _repeats(each)]
         for place, (_, around) in enumerate(every):
             if any(each in repeating for each in around):
                 at = min(at, place)
-        names: set[str] = set()
+        names, triggers = set[str](), set[str]()
         for leaf, around in every[at:]:
             for block in (leaf, *around):
-                names.update(filter(None, getattr(block, "block_trigger_inputs", ())))
+                triggers.update(filter(None, getattr(block, "block_trigger_inputs", ())))
                 if block is not leaf and block not in repeating:
                     continue
                 for value in block.inputs:
                     names.update(filter(None, (value.name,)))
                     names.update(self._state.kwargs_mapping.get(value.kwargs_type, ()))
-        return names
+        return names, triggers
 
     def _packed_attributes(self) -> dict[str, Any]:
         """Return the structure of the attributes of components that steps have changed."""

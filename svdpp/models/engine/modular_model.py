@@ -9,7 +9,7 @@ import torch
 
 from svdpp.config import ClipRequest
 from svdpp.config.families.spec import ModularSpec
-from svdpp.models.base import AfterStep, Partner, PreparedInput, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Partner, PreparedInput, Tensors
 from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.modular_call import ModularCall
 from svdpp.models.engine.records import patch_methods, read_structure
@@ -24,6 +24,19 @@ class ModularModel(EngineModel):
         assert self._spec.modular is not None
         return self._spec.modular
 
+    def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of all tensors that a packet must have, by name.
+
+        Args:
+            tensors: Tensors of the packet; one of them is the structure, which names the others.
+
+        Raises:
+            ValueError: The structure cannot be read.
+        """
+        latent = self.latent_spec(0)
+        blank = {LATENTS: (latent.shape, DTYPES[latent.dtype])}  # see `encode`
+        return {**blank, **super().tensor_specs(tensors)}
+
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:
         """Encode a clip's prompts and image, and draw its noise; see `EngineModel.encode`."""
         assert bool(prepared) == self._sampling.from_image
@@ -31,7 +44,11 @@ class ModularModel(EngineModel):
         inputs = call_arguments(self._pipe, self._checkpoint, self._sampling, request, source)
         call = ModularCall(pipe=self._pipe, spec=self._spec, given=None, received={}, end=0)
         call.run({**inputs, "output_type": "pt"})
-        return call.packet({"negative_prompt": request.negative_prompt is not None})
+        packet = call.packet({"negative_prompt": request.negative_prompt is not None})
+        if LATENTS not in packet:  # each chunk draws its own noise, so there is no latent yet
+            spec = self.latent_spec(0)
+            packet[LATENTS] = torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=self.device)
+        return packet
 
     def denoise(
         self,

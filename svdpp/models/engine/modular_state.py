@@ -75,6 +75,7 @@ class StatePacker(Packer):
         # Numbers of packed objects by their ids. The objects are kept, so that ids stay unique.
         self._numbers: dict[int, int] = {}
         self._objects: list[Any] = []
+        self._storages: set[int] = set()
 
     def pack(self, value: Any, name: str, *, may_be_absent: bool = False) -> Node:
         """Return the structure of a value, and keep its tensors for `packet`.
@@ -103,9 +104,6 @@ class StatePacker(Packer):
             return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"kind": "device", "is_host": value.type == "cpu"}
-        if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "fiub":
-            array = part(torch.from_numpy(np.array(value)), "array")
-            return {"kind": "array", "is_scalar": isinstance(value, np.generic), "array": array}
         if isinstance(value, enum.Enum) and _is_known(type(value)):
             return {"kind": "enum", "class": _path(type(value)), "value": value.value}
         if type(value) in (tuple, set, torch.Size):
@@ -124,6 +122,18 @@ class StatePacker(Packer):
         """Return the structure of a value without keeping its tensors."""
         return StatePacker({}, keeps=False).pack(value, "value")
 
+    def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
+        node = super()._pack_tensor(tensor, name)
+        kept = self.tensors.get(name)
+        if kept is not None and node["name"] == name:
+            # A view of another tensor, such as one of a scheduler's timesteps, gets its own memory:
+            # safetensors does not store views.
+            storage = kept.untyped_storage().data_ptr()
+            if storage in self._storages:
+                self.tensors[name] = kept.clone()
+            self._storages.add(storage)
+        return node
+
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
@@ -135,6 +145,13 @@ class StatePacker(Packer):
                 "kind": "generator",
                 "is_host": is_host,
                 "state": part(value.get_state(), "state"),
+            }
+        if isinstance(value, (np.generic, np.ndarray)) and value.dtype.kind in "fiub":
+            is_scalar = isinstance(value, np.generic)
+            return lambda: {
+                "kind": "array",
+                "is_scalar": is_scalar,
+                "array": part(torch.from_numpy(np.array(value)), "array"),
             }
         if kind is list:
             return lambda: {
@@ -220,9 +237,6 @@ class StateUnpacker:
                 return getattr(torch, node["value"])
             case "device":
                 return torch.device("cpu") if node["is_host"] else self._device
-            case "array":
-                array = self.get(node["array"]).numpy()
-                return array[()] if node["is_scalar"] else array
             case "enum":
                 return _class_of(node["class"])(node["value"])
             case "tuple" | "set" | "size" as kind:
@@ -236,6 +250,9 @@ class StateUnpacker:
             value = torch.Generator("cpu" if node["is_host"] else self._device)
             value.set_state(self.get(node["state"]))
             self.generators.append(value)
+        elif node["kind"] == "array":
+            array = self.get(node["array"]).numpy()
+            value = array[()] if node["is_scalar"] else array
         elif node["kind"] == "list":
             # Known before its items, which may contain it.
             value = self._objects[node["id"]] = []

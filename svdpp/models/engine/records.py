@@ -106,10 +106,10 @@ class Packer:
         if (known := next(same, None)) is None:
             known = name
             self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
-        # Strides are part of the structure, because kernels may give other bits for another memory
-        # layout.
+        # Strides are kept, because kernels may give other bits for another order in memory. Gaps,
+        # as in a slice of a larger tensor, are not kept.
         dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-        stride = None if tensor.is_contiguous() else list(dense.stride())
+        stride = None if dense.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
 
     def packet(self, structure: Node) -> Tensors:
