@@ -6,6 +6,7 @@
     python -m benchmarks.forecasts pairs       CFG pairs and single ranks, whose steps sleep
     python -m benchmarks.forecasts decode      ranks that sleep and share a decode
     python -m benchmarks.forecasts wan         a CFG pair that computes with a tiny Wan
+    python -m benchmarks.forecasts wan-tiles   a CFG pair that shares a long decode in tiles
     python -m benchmarks.forecasts svd         a CFG pair that computes with the demo model
 
 Benchmarks that compute need two free CPU cores. Before each measurement, the ranks make a clip to
@@ -271,6 +272,18 @@ def wan() -> None:
         compute(model, sampling)
 
 
+def wan_tiles() -> None:
+    """A small Wan with a long decode, of which each rank of a pair does the half of the tiles."""
+    from tests.support.tiny_families import save_tiny_wan
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_tiny_wan(Path(folder), width=2, layers=8)
+        sampling = WanSampling(
+            num_inference_steps=20, height=256, width=416, num_frames=5, max_sequence_length=8
+        )
+        compute(ModelConfig(name=str(path), vae_tiling=True), sampling)
+
+
 def svd() -> None:
     """Measure the demo model, whose batch of two is divided between the ranks of a CFG pair."""
     sampling = SvdSampling(num_inference_steps=12, height=256, width=256, num_frames=8)
@@ -278,7 +291,7 @@ def svd() -> None:
 
 
 if __name__ == "__main__":
-    functions = (splits, one_by_one, demo, pairs, decode, wan, svd)
+    functions = (splits, one_by_one, demo, pairs, decode, wan, wan_tiles, svd)
     comparisons = {function.__name__.replace("_", "-"): function for function in functions}
     parser = parser_of(__doc__)
     parser.add_argument("comparison", choices=comparisons)

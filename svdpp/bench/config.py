@@ -75,6 +75,7 @@ class Model(Section):
     local_files_only: bool = False
     memory_opt: bool = False
     channels_last: bool = False
+    vae_tiling: bool = False
     latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
     """Shape of the dummy model's latents: (B, C, F, H, W)."""
 

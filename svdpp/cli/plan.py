@@ -284,9 +284,13 @@ def plan(
         config, why = request.resolve()
         if request.choice is None:
             console.info(why)
+        if config.model.vae_tiling:  # the model's configs tell the number of tiles
+            from svdpp.driver.resolve import resolve_config
+
+            config, _ = resolve_config(config, weights="none", checkpoint=options.checkpoint)
         num_decode_ranks = config.parallel.decode_parallel_size
         if num_decode_ranks is not None and config.chunks:
-            check_chunks(num_decode_ranks, config.chunks)
+            check_chunks(num_decode_ranks, config.chunks, are_tiles=bool(config.tiles))
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config, num_clips, reason)
     if options.device_memory is not None and costs.denoise_weights_gib is None:
@@ -377,6 +381,8 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
 def _rank_json(layout: Layout, rank: int) -> dict[str, Any]:
     role, found = layout.roles[rank], layout.all_shares[rank]._asdict()
     found |= {name: getattr(role, name) for name in ("encode", "denoise", "decode")}
+    if layout.decode_parallel_size > 1:
+        found["decode_fraction"] = layout.decode_fraction(rank)
     if layout.expert_boundary is not None:
         found["experts"] = [EXPERTS[expert] for expert in sorted(role.experts)]
     if layout.costs.ranks_per_host is not None:

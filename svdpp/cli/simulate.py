@@ -70,6 +70,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     local_files_only: bool = False
     memory_opt: bool = False
     channels_last: bool = False
+    vae_tiling: bool = False
     decode_chunk_size: int | None = None
     prompts: Path | None = None
     negative_prompt: str | None = None

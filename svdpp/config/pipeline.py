@@ -121,6 +121,9 @@ class ModelConfig:
     and changes the bits of clips."""
     channels_last: bool = False
     """Whether UNet and VAE use the memory format channels_last, which changes the bits of clips."""
+    vae_tiling: bool = False
+    """Whether the VAE encodes and decodes overlapping tiles of a frame, as after diffusers'
+    `vae.enable_tiling()`, which needs less memory, is slower, and changes the bits."""
     loras: tuple[Lora, ...] = ()
     """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
@@ -150,6 +153,7 @@ class ModelConfig:
             ("loras", loras),
             ("denoisers", self.denoisers),
             ("family", self.family),
+            ("vae_tiling", self.vae_tiling),
         ):
             require(not (given and self.is_dummy), f"the dummy model takes no `{name}`")
         self.dummy_latent  # noqa: B018  checks the shape
@@ -278,6 +282,9 @@ class PipelineConfig:
     expert_boundary: int | None = None
     """Number of steps that the high-noise expert runs, which is set when the configuration is
     resolved. None: not resolved yet, or the model has only one denoiser."""
+    tiles: tuple[int, ...] = ()
+    """Number of positions of the latent in each tile of a clip's decode, which is set when the
+    configuration is resolved; empty: not known yet, or ranks cannot share the tiles."""
     checksum: bool = False
     """Whether packets between ranks contain a CRC-32 of the payload, which the receiver checks."""
     deterministic: bool = False
@@ -339,7 +346,9 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Number of frames of each chunk of a decode; empty until the configuration is resolved."""
+        """Size of each chunk that is decoded at once, as `Layout.chunks`; empty: not known yet."""
+        if self.tiles:
+            return self.tiles
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
         return frame_chunks(frames, size) if frames and size else ()
 
@@ -499,7 +508,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # The JSON of clips of svdpp 0.3 has none of these fields.
-    optional = ("lora", "denoiser", "last_image_sha256")
+    optional = ("lora", "denoiser", "last_image_sha256", "vae_tiling")
     added = tuple(name for name in optional if name in metadata)
     if family == "svd":  # without `family`, which the JSON of svdpp 0.3 lacks
         return (*common, *sampling_fields(family))

@@ -97,6 +97,7 @@ def clip_metadata(
         **_loras(loras),
         **_denoisers(checkpoint),
         **_fields(config.model, "dtype", "memory_opt", "channels_last"),
+        **({"vae_tiling": True} if config.model.vae_tiling else {}),
         "device": config.device.partition(":")[0],
         "world_size": config.world_size,
         **config.parallel.to_json(),
@@ -206,6 +207,7 @@ class _ClipMetadata(BaseModel):
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False
+    vae_tiling: bool = False  # only of a clip with tiles
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False
@@ -250,7 +252,9 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
 
 
 # Fields that only some clips have in their metadata.
-_MAY_BE_MISSING = {"audio_sha256", "lora", "denoiser", "last_image", "last_image_sha256"}
+_MAY_BE_MISSING = {
+    *("audio_sha256", "lora", "denoiser", "last_image", "last_image_sha256", "vae_tiling"),
+}
 
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
 

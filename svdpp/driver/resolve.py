@@ -98,20 +98,25 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
-    """Return the number of ranks that decode a clip: as configured, or 2 for pairs."""
-    in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks
+    """Return the number of ranks that decode each clip: the user's, or 2 for pairs if possible.
+
+    The decode of several ranks is in chunks of frames or in tiles.
+    """
+    in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks or bool(config.tiles)
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
     count = parallel.decode_parallel_size
     if count is None:
         return min(parallel.cfg_parallel_size, len(chunks)) if in_chunks else 1
     if count > 1 and checkpoint is not None and not in_chunks:
+        can_tile = checkpoint.spec.decodes_in_tiles
+        tiles = ", or use `vae_tiling`, whose tiles are decoded on their own" if can_tile else ""
         raise RequestError(
             f"`decode_ranks` {count} cannot divide the decode of {checkpoint.label}: this model "
             "does not decode in independent chunks of frames",
-            "leave `decode_ranks` out",
+            f"leave `decode_ranks` out{tiles}",
             details={"decode_ranks": count},
         )
-    check_chunks(count, chunks)
+    check_chunks(count, chunks, are_tiles=bool(config.tiles))
     return count
 
 

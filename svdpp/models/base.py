@@ -12,6 +12,8 @@ from PIL import Image
 #: denoiser's output, the random generator's state, and the structure (JSON in host memory).
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
+#: The same of a part of a decode: some of the clip's frames, or some tiles.
+FRAMES, TILE = "frames", "tile"
 
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
 Tensors = dict[str, torch.Tensor]

@@ -586,6 +586,13 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     )
     check_loras(model.loras, checkpoint)
     check_denoisers(model, checkpoint)
+    vae = configs.classes.get("vae")
+    if model.vae_tiling and vae in _UNTILED_VAES:
+        raise RequestError(
+            f"`vae_tiling` is not for {checkpoint.label}: diffusers has no tiling for {vae}",
+            "leave `vae_tiling` out; a smaller `decode_chunk_size` lowers the memory of a decode",
+            details={"family": family, "vae": vae},
+        )
     return checkpoint
 
 
@@ -730,6 +737,8 @@ _CLASSES = {
     "feature_extractor": _PROCESSORS,
     "vae": r"AutoencoderKL\w*",
 }
+#: Classes of VAEs whose `enable_tiling` diffusers does not implement: SVD's.
+_UNTILED_VAES = frozenset({"AutoencoderKLTemporalDecoder"})
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make the libraries load other code or weights. `attn_implementation` can name a
 #: kernel on the hub, `transformers_weights` another file. `_attn_implementation_autoset` is only a

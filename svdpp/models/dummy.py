@@ -6,7 +6,7 @@ It replaces SVD in benchmarks on a laptop, and in tests that do not need a real 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from svdpp.config import ClipRequest, LatentSpec, Lora, SamplingConfig
 from svdpp.models.base import (
     DTYPES,
+    FRAMES,
     LATENTS,
     AfterStep,
     Audio,
@@ -26,7 +27,7 @@ from svdpp.models.base import (
     PreparedInput,
     Tensors,
 )
-from svdpp.plan.actions import FrameRange
+from svdpp.plan.actions import DecodeRange
 from svdpp.plan.costs import CostModel, PartFlops
 
 
@@ -168,21 +169,49 @@ class DummyModel:
             own[LATENTS] = flat[-size:] if branch else flat[:size]
         return own
 
-    def decode(self, _: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Return one small black frame for each frame of the latent, after the time of a decode.
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Return small black frames, one for each of the latent's, in the time of a decode.
 
         Args:
-            _: Packet, which is ignored.
-            frames: Range of frames to return; None: all frames.
+            tensors: Packet, which is not used.
 
         Returns:
             Frames, (F, 8, 8, 3) uint8, on the model's device.
         """
         count = self.spec.shape[2]
-        part = frames or FrameRange(0, count, count)
+        return self.decode_part(tensors, DecodeRange(0, count, count))[FRAMES]
+
+    def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:  # noqa: ARG002
+        """Return the frames of a part, in its share of the time of a decode.
+
+        Args:
+            tensors: Packet, which is not used.
+            part: Range of frames.
+        """
         with self._lasting(CostModel.decode_on, part.fraction):
             shape = part.end - part.first, 8, 8, 3
-            return torch.zeros(shape, dtype=torch.uint8, device=self.device)
+            return {FRAMES: torch.zeros(shape, dtype=torch.uint8, device=self.device)}
+
+    def part_specs(
+        self, own: Tensors, part: DecodeRange
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the frames of a part, by name.
+
+        Args:
+            own: Frames of another part.
+            part: Range of frames.
+        """
+        frames = own[FRAMES]
+        return {FRAMES: ((part.end - part.first, *frames.shape[1:]), frames.dtype)}
+
+    def join_parts(self, tensors: Tensors, parts: Sequence[Tensors]) -> torch.Tensor:  # noqa: ARG002
+        """Return the frames of all parts.
+
+        Args:
+            tensors: Packet, which is not used.
+            parts: Results of `decode_part`, in order.
+        """
+        return torch.cat([part[FRAMES] for part in parts])
 
     @contextmanager
     def _lasting(

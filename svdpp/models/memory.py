@@ -381,9 +381,13 @@ class _FakeModel:
                 counter = _FlopCounter()
                 if self._counts_flops:
                     modes.enter_context(counter)
-                # The tracker is entered after the fake mode, so that the tracker does not see the
-                # temporary tensors from which fake kernels derive shapes.
-                with MemoryTracker(known, self._workspace_threads) as tracker:
+                # The tracker is entered after the fake mode, so that it does not see the temporary
+                # tensors by which fake kernels derive shapes.
+                with MemoryTracker(known, self._workspace_threads) as tracker, ExitStack() as tiles:
+                    if self._checkpoint.spec.decodes_in_tiles and is_tiled(module):
+                        for half in (module.encoder, module.decoder):
+                            forward = _RepeatedTiles(half.forward, tracker, counter)
+                            tiles.enter_context(patch_methods(half, forward=forward))
                     result = real(*args, **kwargs)
                 return (
                     tracker.peak_above_start,
@@ -399,6 +403,64 @@ class _FakeModel:
             for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
         return module
+
+
+def is_tiled(module: Any) -> bool:
+    """Whether a module is a VAE whose tiling is enabled."""
+    return bool(getattr(module, "use_tiling", False))
+
+
+class _RepeatedTiles:
+    """Replacement of `forward` of a VAE's encoder or decoder, which runs once for equal tiles.
+
+    A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds. Wan
+    calls once for each frame of a tile's latent, with a cache that is new for each tile. From the
+    third frame on, all calls of a tile take the same memory.
+
+    Args:
+        forward: The module's own `forward`.
+        tracker: Tracker of the memory of all calls.
+        counter: Counter of the FLOPs of all calls.
+    """
+
+    _STEADY = 2
+
+    def __init__(
+        self, forward: Callable[..., torch.Tensor], tracker: MemoryTracker, counter: _FlopCounter
+    ) -> None:
+        self._forward, self._tracker, self._counter = forward, tracker, counter
+        # Peak without the results of the tile's earlier calls, FLOPs, and shape and dtype of the
+        # result, by shape of the input and number of the call.
+        self._known: dict[Any, tuple[int, int, torch.Size, torch.dtype]] = {}
+        self._cache: Any = None
+        self._call, self._base = 0, 0
+
+    def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the module, or return an empty tensor of the shape that an equal tile has given."""
+        tracker, cache = self._tracker, kwargs.get("feat_cache")
+        if cache is None or cache is not self._cache:
+            self._cache = cache  # frees that of the tile before
+            self._call, self._base = 0, tracker.current
+        key = tile.shape, min(self._call, self._STEADY)
+        self._call += 1
+        if key not in self._known:
+            self._known[key] = self._measured(tile, *args, **kwargs)
+        else:
+            self._counter.total += self._known[key][1]
+        peak, _, shape, dtype = self._known[key]
+        result = torch.empty(shape, dtype=dtype, device=tile.device)
+        tracker.peak = max(tracker.peak, self._base + peak)
+        self._base += result.nbytes
+        return result
+
+    def _measured(
+        self, tile: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[int, int, torch.Size, torch.dtype]:
+        tracker, flops = self._tracker, self._counter.total
+        highest, tracker.peak = tracker.peak, tracker.current
+        result = self._forward(tile, *args, **kwargs)
+        peak, tracker.peak = tracker.peak, max(highest, tracker.peak)
+        return peak - self._base, self._counter.total - flops, result.shape, result.dtype
 
 
 def _on(device: str, value: Any) -> Any:

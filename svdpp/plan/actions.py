@@ -27,14 +27,18 @@ class Kind(StrEnum):
     SHARE = "SHARE"  # send the clip's packet to `peer`, and keep the clip for the next action
     SEND = "SEND"  # send the clip's packet to `peer` in the background
     FREE = "FREE"  # free the clip's memory; the first rank of the pair finishes the clip
-    DECODE = "DECODE"  # decode the final latent, or the range `frames` of it, to frames
-    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames to `peer`, then free the clip's memory
-    RECV_FRAMES = "RECV_FRAMES"  # wait for the frames that `peer` has decoded
+    DECODE = "DECODE"  # turn the final latent into frames, or into the frames or tiles of `part`
+    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames or tiles to `peer`, then free the clip
+    RECV_FRAMES = "RECV_FRAMES"  # wait for those that `peer` decodes; join all after the last ones
     FINISH = "FINISH"  # hash the frames, write the clip in the background, report it as finished
 
 
-class FrameRange(NamedTuple):
-    """Range of a clip's frames: `first` to `end` (exclusive), out of `total` frames."""
+class DecodeRange(NamedTuple):
+    """Part of a clip's decode: `first` to `end` (exclusive), of `total`.
+
+    The numbers count frames, or for a VAE with tiles the latent's positions in all tiles, of which
+    those where tiles overlap count more than once.
+    """
 
     first: int
     end: int
@@ -42,7 +46,7 @@ class FrameRange(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Number of frames in the range as a fraction of all frames, 0 to 1."""
+        """Fraction of the clip's decode, 0 to 1."""
         return (self.end - self.first) / self.total
 
 
@@ -60,20 +64,20 @@ class Action(NamedTuple):
     peer: int = -1
     """Rank at the other end of a transfer; for a DENOISE, the second rank of a pair. -1: no other
     rank takes part."""
-    frames: FrameRange | None = None
-    """Frames that the action decodes or transfers. For the transfer of a latent, frames that the
-    receiver will decode. None: all frames."""
+    part: DecodeRange | None = None
+    """Part of the clip that the action decodes or transfers, or for whose decode it sends the
+    latent; None: all."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
         place = f"{self.start}:{self.end}" if has_range else f"@{self.start}"
         arrow = f" {_ARROWS[self.kind]}{self.peer}" if self.peer >= 0 else ""
-        frames = " {}:{}/{}".format(*self.frames) if self.frames else ""
-        return f"{self.kind} c{self.clip} {place}{arrow}{frames}"
+        part = " {}:{}/{}".format(*self.part) if self.part else ""
+        return f"{self.kind} c{self.clip} {place}{arrow}{part}"
 
     @staticmethod
     def at(
-        kind: Kind, clip: int, step: int, peer: int = -1, frames: FrameRange | None = None
+        kind: Kind, clip: int, step: int, peer: int = -1, part: DecodeRange | None = None
     ) -> Action:
         """Return an action that runs no denoising steps.
 
@@ -82,9 +86,9 @@ class Action(NamedTuple):
             clip: Index of the clip.
             step: Number of finished steps of the clip.
             peer: Rank at the other end of a transfer; -1: no other rank takes part.
-            frames: Frames that the action decodes or transfers; None: all frames.
+            part: Part of the clip that the action decodes or transfers; None: all.
         """
-        return Action(kind, clip, step, step, peer, frames)
+        return Action(kind, clip, step, step, peer, part)
 
     @staticmethod
     def parse(text: str) -> Action:
@@ -99,14 +103,14 @@ class Action(NamedTuple):
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ValueError(f"not an action: {text!r}")
-        kind, clip, start, end, peer, *frames = match.groups()
+        kind, clip, start, end, peer, *part = match.groups()
         return Action(
             Kind(kind),
             int(clip),
             int(start),
             int(end or start),
             int(peer or -1),
-            FrameRange(*map(int, frames)) if frames[0] else None,
+            DecodeRange(*map(int, part)) if part[0] else None,
         )
 
     @property
@@ -116,13 +120,13 @@ class Action(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Fraction of the clip's frames that a DECODE decodes; 1 for other actions."""
-        return 1.0 if self.frames is None else self.frames.fraction
+        """Fraction of the clip's decode that a DECODE does; 1 for other actions."""
+        return 1.0 if self.part is None else self.part.fraction
 
     @property
     def helps(self) -> bool:
-        """Whether the action decodes frames for another rank, which finishes the clip."""
-        return self.kind is Kind.DECODE and self.frames is not None and self.frames.first > 0
+        """Whether the action decodes a part for another rank, which finishes the clip."""
+        return self.kind is Kind.DECODE and self.part is not None and self.part.first > 0
 
 
 #: Kinds of actions that send a packet to another rank.
@@ -141,10 +145,10 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 class DecodeShare(NamedTuple):
-    """Frames of a clip that one rank decodes."""
+    """Part of a clip that one rank decodes."""
 
     rank: int
-    frames: FrameRange
+    part: DecodeRange
 
 
 @dataclass(frozen=True)
@@ -163,8 +167,8 @@ class Route:
     The first rank of a pair encodes, decodes and finishes the clip; the second rank starts from the
     first rank's packet."""
     shares: tuple[DecodeShare, ...] = ()
-    """Frames that each rank decodes, if several ranks decode the clip together. The last rank of
-    the route comes first. Empty: the last rank decodes all frames."""
+    """Part that each of several ranks decodes, in order, beginning with the last rank of the route;
+    empty: the last rank decodes all."""
 
     @property
     def start(self) -> int:
@@ -245,7 +249,7 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
 
     A rank that helps to decode a clip first runs its steps of the next clips, until the clip has
     passed the ranks between this rank and the last. Example of three clips with 6 steps on three
-    ranks, where ranks 1 and 2 each decode half of the frames (`>`):
+    ranks, where ranks 1 and 2 each decode half of each clip (`>`):
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
@@ -307,20 +311,20 @@ def _decode_actions(route: Route) -> Iterator[Action]:
     """Yield the last rank's actions for a decode, and for its exchange with ranks that help."""
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
-    for rank, frames in helpers:
+    for rank, part in helpers:
         if not route.has_latent(rank):
-            yield Action.at(Kind.SHARE, clip, end, rank, frames)
+            yield Action.at(Kind.SHARE, clip, end, rank, part)
     if route.decodes:
-        yield Action.at(Kind.DECODE, clip, end, frames=route.shares[0].frames if helpers else None)
-    for rank, frames in helpers:
-        yield Action.at(Kind.RECV_FRAMES, clip, end, rank, frames)
+        yield Action.at(Kind.DECODE, clip, end, part=route.shares[0].part if helpers else None)
+    for rank, part in helpers:
+        yield Action.at(Kind.RECV_FRAMES, clip, end, rank, part)
 
 
 def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
     clip, last = route.clip, route.ranges[-1]
     return (
-        Action.at(Kind.DECODE, clip, last.end, frames=share.frames),
-        Action.at(Kind.SEND_FRAMES, clip, last.end, last.rank, share.frames),
+        Action.at(Kind.DECODE, clip, last.end, part=share.part),
+        Action.at(Kind.SEND_FRAMES, clip, last.end, last.rank, share.part),
     )
 
 
@@ -329,7 +333,7 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
-            receive = Action.at(Kind.RECV, clip, last.end, last.rank, share.frames)
+            receive = Action.at(Kind.RECV, clip, last.end, last.rank, share.part)
             yield share.rank, _Visit(None, (receive, *_helps(route, share)))
 
 

@@ -152,7 +152,7 @@ class _Simulation:
                     yield awaited
                 clock = max(clock, self.ends[awaited])
             if action.kind in SENDS:
-                link = rank, action.peer, action.frames is not None
+                link = rank, action.peer, action.part is not None
                 before = link, self.begun["send", link] - 1
                 if before[1] >= 0:
                     if before not in self.ends:
@@ -186,7 +186,7 @@ class _Simulation:
         Returns:
             Id of the transfer, which is equal for the sender and the receiver.
         """
-        link = *ranks, action.frames is not None
+        link = *ranks, action.part is not None
         transfer = link, self.begun[end, link]
         self.begun[end, link] += 1
         self._meet(transfer, action, at)

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from svdpp.errors import RequestError
-from svdpp.plan.actions import DecodeShare, FrameRange, Route, Schedule, build_schedule
+from svdpp.plan.actions import DecodeRange, DecodeShare, Route, Schedule, build_schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.parallel import SPLITS, ParallelConfig
 from svdpp.plan.roles import Roles
@@ -66,7 +66,7 @@ class Layout(ParallelConfig):
     num_steps: int
     world_size: int
     decode_parallel_size: int = 1
-    """Largest number of ranks that decode a clip together; each decodes whole chunks of frames."""
+    """Largest number of ranks that decode a clip together; each decodes whole chunks."""
     costs: CostModel = field(default_factory=CostModel)
     """Cost model by which the balanced and alternating splits divide the steps, and by which stages
     are divided between two experts."""
@@ -76,8 +76,8 @@ class Layout(ParallelConfig):
     """Number of steps that the high-noise expert runs, from 1 to `num_steps` - 1. None: the model
     has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Number of frames of each chunk of a decode; empty: as many equal chunks as ranks that
-    decode."""
+    """Size of each chunk of a decode that depends on no other: its frames, or for a tile its
+    positions of the latent; empty: one chunk for each rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -355,11 +355,21 @@ class Layout(ParallelConfig):
             return 0.0
         shares = self._decode_shares[writer]
         seconds = [
-            self.costs.decode_on(share.rank) * share.frames.fraction
+            self.costs.decode_on(share.rank) * share.part.fraction
             for share in shares
             if share.rank - rank in range(self.cfg_parallel_size)
         ]
         return max(seconds, default=0.0 if shares else self.costs.decode_on(rank))
+
+    def decode_fraction(self, rank: int) -> float:
+        """Return the fraction of a clip's decode that a rank does, for clips that it decodes.
+
+        Args:
+            rank: A rank of the layout.
+        """
+        shares = [share for each in self._decode_shares.values() for share in each]
+        own = [share.part.fraction for share in shares if share.rank == rank]
+        return own[0] if own else float(self.roles[rank].decode)
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
@@ -370,9 +380,7 @@ class Layout(ParallelConfig):
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
-        ends = (0, *accumulate(chunks))
-        cuts = pairwise(ends[index * len(chunks) // count] for index in range(count + 1))
-        parts = [FrameRange(first, end, ends[-1]) for first, end in cuts] if count > 1 else []
+        parts = divide_chunks(chunks, count) if count > 1 else []
         shares = {}
         for ranks in self.replica_ranks:
             for writer in ranks[-self.num_decoders :]:
@@ -451,16 +459,43 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
     return tuple(min(size, num_frames - first) for first in range(0, num_frames, size))
 
 
-def check_chunks(decode_ranks: int, chunks: Sequence[int]) -> None:
-    """Check that a clip has at least as many chunks of frames as ranks that decode it together.
+def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
+    """Divide the chunks of a decode, in order, into parts as equal as possible.
+
+    Each cut is the one nearest to an equal division, and the earlier of two that are equally near:
+    the first rank also writes the clip.
+
+    Args:
+        chunks: Size of each chunk.
+        count: Number of parts, each of at least one chunk.
+    """
+    ends, cuts = (0, *accumulate(chunks)), [0]
+    for index in range(1, count):
+        possible = range(cuts[-1] + 1, len(chunks) - (count - index) + 1)
+        ideal = index * ends[-1]
+        cuts.append(min(possible, key=lambda cut: abs(ends[cut] * count - ideal)))
+    cuts.append(len(chunks))
+    return [DecodeRange(ends[first], ends[end], ends[-1]) for first, end in pairwise(cuts)]
+
+
+def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = False) -> None:
+    """Check that each of the ranks that decode a clip together has a chunk.
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.
-        chunks: Number of frames of each chunk.
+        chunks: Number of frames of each chunk, or of positions of each tile.
+        are_tiles: Whether the chunks are tiles.
 
     Raises:
         RequestError: A clip has fewer chunks than ranks that decode it.
     """
+    if are_tiles and decode_ranks > len(chunks):
+        raise RequestError(
+            f"`decode_ranks` {decode_ranks} needs as many tiles, and a clip of this size is "
+            f"decoded in {len(chunks)}",
+            f"use `decode_ranks` {len(chunks)} or fewer",
+            details={"decode_ranks": decode_ranks, "tiles": len(chunks)},
+        )
     if decode_ranks > len(chunks):
         raise RequestError(
             f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "

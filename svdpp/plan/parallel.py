@@ -126,14 +126,14 @@ class ParallelConfig:
         metadata=_option(
             name="decode_ranks",
             metavar="N",
-            help="Ranks that decode each clip of SVD together, each some of its "
-            "--decode-chunk-size chunks.",
-            shown_default="both ranks of a pair, if there are several chunks, else 1",
+            help="Ranks that decode each clip together: of SVD each some of its "
+            "--decode-chunk-size chunks, with --vae-tiling each some tiles.",
+            shown_default="both ranks of a pair, if there are several chunks or tiles, else 1",
             chosen_by=("compare",),
         ),
     )
-    """Largest number of ranks that decode a clip together; each decodes whole chunks of frames.
-    None: both ranks of a pair if a clip has several chunks, else one rank; this is decided when the
+    """Number of ranks that decode each clip together, or as many as the clip has chunks of frames
+    or tiles. None: both ranks of a pair if a clip has several, else one; decided when the
     configuration is resolved."""
     share_experts: bool = field(
         default=False,

@@ -234,6 +234,7 @@ def _config(
         model=ModelConfig(
             name=metadata["model"],
             **{name: metadata[name] for name in same},
+            vae_tiling=metadata.get("vae_tiling", False),
             local_files_only=settings.local_files_only,
             loras=tuple(map(_lora, metadata.get("lora", ()))),
             denoisers=tuple(Denoiser(**each) for each in metadata.get("denoiser", ())),

@@ -189,7 +189,10 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
         "a denoising step",
         "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` need less memory",
     ),
-    Kind.DECODE: ("decoding the frames", "a smaller `decode_chunk_size` needs less memory"),
+    Kind.DECODE: (
+        "decoding the frames",
+        "a smaller `decode_chunk_size`, or `vae_tiling`, needs less memory",
+    ),
     None: (
         "loading the model",
         "fewer ranks on this device, or another `dtype` than fp32, need less memory",

@@ -247,8 +247,8 @@ _HELP_ACTIONS = 3
 
 
 def _is_help(action: Action) -> bool:
-    """Whether an action is the first one by which a rank helps another rank to decode."""
-    return action.kind is Kind.RECV and action.frames is not None
+    """Whether an action is the first by which a rank decodes some frames for another rank."""
+    return action.kind is Kind.RECV and action.part is not None
 
 
 class ActionQueue(deque[Action]):

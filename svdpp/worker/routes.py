@@ -129,7 +129,12 @@ def resolve_clip_config(
             "use more `num_inference_steps`, or another `flow_shift`",
             details={"steps": num_steps, "expert_boundary": boundary},
         )
-    return replace(config, sampling=sampling, expert_boundary=boundary)
+    tiles: tuple[int, ...] = ()
+    if config.model.vae_tiling and checkpoint.spec.decodes_in_tiles:
+        from svdpp.models.engine.tiles import count_tiles  # diffusers: seconds
+
+        tiles = count_tiles(checkpoint, sampling)
+    return replace(config, sampling=sampling, expert_boundary=boundary, tiles=tiles)
 
 
 def _check_branches(sampling: SamplingConfig, checkpoint: Checkpoint) -> None:

@@ -25,7 +25,15 @@ from svdpp.errors import (
     first_line,
     is_out_of_memory,
 )
-from svdpp.models.base import DTYPES, LATENTS, STRUCTURE, Audio, ModelInput, PreparedInput
+from svdpp.models.base import (
+    DTYPES,
+    LATENTS,
+    STRUCTURE,
+    Audio,
+    ModelInput,
+    PreparedInput,
+    Tensors,
+)
 from svdpp.models.video_model import VideoModel
 from svdpp.plan.actions import SENDS, Action, Kind
 from svdpp.worker.background import ImageReader
@@ -41,7 +49,6 @@ from svdpp.worker.messages import (
 )
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
-_FRAMES = "frames"
 # Maximum number of model objects that are kept, one for each set of sampling parameters. They share
 # the loaded components.
 _MODELS_KEPT = 8
@@ -77,6 +84,8 @@ class PipelineStage:
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
+        # Parts of the frames of clips that several ranks decode, in order.
+        self._parts: dict[int, list[Tensors]] = {}
         self._audio: dict[int, Audio] = {}
         self._pending: dict[int, PendingPacket] = {}
         self._waits: dict[WaitCause, float] = {}
@@ -290,15 +299,21 @@ class PipelineStage:
             packet.compute_seconds = 0.0  # the rank that sent the packet counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
-            self._frames[action.clip] = model.decode(packet.tensors, action.frames)
-            if model.audio is not None:
-                self._audio[action.clip] = model.audio
+            if action.part is None:
+                self._keep_frames(action.clip, model, model.decode(packet.tensors))
+            else:
+                self._parts[action.clip] = [model.decode_part(packet.tensors, action.part)]
             streams.synchronize(self._context.device)
             packet.memory_pressure |= self._context.memory_pressure.has_occurred()
 
+    def _keep_frames(self, clip: int, model: VideoModel, frames: torch.Tensor) -> None:
+        self._frames[clip] = frames
+        if model.audio is not None:
+            self._audio[clip] = model.audio
+
     def _send_frames(self, action: Action) -> None:
         packet = self._packet(action)
-        packet.tensors = {} if packet.tombstone else {_FRAMES: self._frames[action.clip]}
+        packet.tensors = {} if packet.tombstone else self._parts[action.clip][0]
         self._send_packet(action, packet)
         self._helps.remove(action.clip)
         self._free(action.clip)
@@ -307,22 +322,31 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            part = self._pending.pop(action.clip).wait(lambda _: self._expected_frames(action))
+            is_decoded = action.clip in self._parts  # not if this rank's own part has failed
+            whole = (lambda _: self._expected_part(action)) if is_decoded else None
+            part = self._pending.pop(action.clip).wait(whole)
         packet.memory_pressure |= part.memory_pressure
         packet.compute_seconds += part.compute_seconds
         if part.tombstone:
             packet.make_tombstone()
         if packet.tombstone:
             return
-        with self._timed(action):
-            frames = [self._frames[action.clip], part.tensors[_FRAMES]]
-            self._frames[action.clip] = torch.cat(frames)
+        parts = self._parts[action.clip]
+        parts.append(part.tensors)
+        with self._isolate_failure(packet), self._timed(action):
+            assert action.part is not None
+            if action.part.end == action.part.total:
+                model = self._model_of(self._sampling_of(action))
+                self._keep_frames(action.clip, model, model.join_parts(packet.tensors, parts))
+                streams.synchronize(self._context.device)
+                packet.memory_pressure |= self._context.memory_pressure.has_occurred()
 
-    def _expected_frames(self, action: Action) -> Specs:
-        """Return shape and dtype of the frames that another rank has decoded for this action."""
-        decoded, frames = self._frames[action.clip], action.frames
-        assert frames is not None
-        return {_FRAMES: TensorSpec((frames.end - frames.first, *decoded.shape[1:]), decoded.dtype)}
+    def _expected_part(self, action: Action) -> Specs:
+        """Return the specs of the frames or tiles that another rank decodes in the action."""
+        assert action.part is not None
+        model = self._model_of(self._sampling_of(action))
+        specs = model.part_specs(self._parts[action.clip][0], action.part)
+        return {name: TensorSpec(*spec) for name, spec in specs.items()}
 
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
@@ -369,6 +393,7 @@ class PipelineStage:
     def _free(self, clip: int) -> None:
         del self._packets[clip]
         self._frames.pop(clip, None)
+        self._parts.pop(clip, None)
         self._audio.pop(clip, None)
         if clip not in self._helps:
             del self._jobs[clip]
@@ -448,4 +473,4 @@ def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> Tens
 
 
 def _channel_of(action: Action) -> Channel:
-    return "clips" if action.frames is None else "decode"
+    return "clips" if action.part is None else "decode"

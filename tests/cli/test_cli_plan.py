@@ -180,8 +180,10 @@ def test_the_guide_shows_what_its_commands_print(
 )
 def test_a_plan_counts_the_chunks_that_ranks_decode(options: tuple[str, ...], most: float) -> None:
     asked = ("plan", "--gpus", "2", "--clips", "1", "--decode-ranks", "2", "--json", *options)
-    forecast = json.loads(svdpp_here(*asked).out)["forecast"]
-    costs = A100_COSTS
+    plan = json.loads(svdpp_here(*asked).out)
+    forecast, costs = plan["forecast"], A100_COSTS
+    fractions = [rank["decode_fraction"] for rank in plan["ranks"]]
+    assert (max(fractions), sum(fractions)) == (pytest.approx(most), 1)
     others = costs.encode_on(0) + 28 * costs.step_on(0) + most * costs.decode_on(1)
     assert forecast["makespan_seconds"] == pytest.approx(others, rel=1e-3)
 

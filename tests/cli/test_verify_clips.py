@@ -208,6 +208,34 @@ def test_photographs_of_strangers_names(out: Path) -> None:
         assert "unexpected" not in answer.err
 
 
+@pytest.mark.slow
+def test_a_clip_in_tiles_is_kept_and_verified_with_tiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pair shares them; without tiles it is another clip."""
+    monkeypatch.chdir(tmp_path)
+    model = str(save_tiny("wan", tmp_path / "wan"))
+    sizes = ("--height", "16", "--width", "288", "--frames", "5", "--steps", "2")
+    prompt = ("--prompt", "the sea", "--max-prompt-tokens", "8")
+    pair = ("--world", "2", "--cfg-parallel", "2", "--device", "cpu", "--threads", "1")
+    run = ("run", "--model", model, *prompt, *sizes, *pair)
+    made = svdpp_here(*run, "--vae-tiling")
+    assert made.code == 0, made
+    facts = json.loads(Path("out/the-sea_0.mp4.json").read_text())
+    assert (facts["vae_tiling"], facts["decode_ranks"]) == (True, 2)
+    proof = svdpp_here("verify", "out/the-sea_0.mp4")
+    assert proof.code == 0, proof
+    kept = svdpp_here(*run, "--vae-tiling", "--resume")
+    assert "(was finished)" in kept.out
+    untiled = svdpp_here(*run, "--out", "untiled")
+    assert untiled.code == 0, untiled
+    other = json.loads(Path("untiled/the-sea_0.mp4.json").read_text())
+    assert "vae_tiling" not in other
+    assert other["parameters_sha256"] != facts["parameters_sha256"]
+    assert other["latents_sha256"] == facts["latents_sha256"]
+    assert other["frames_sha256"] != facts["frames_sha256"]
+
+
 # --- clips of version 0.3 (3e3b864) -------------------------------------------------------------
 
 CLIPS_OF_0_3 = Path(__file__).parents[1] / "golden/clips_of_0_3"

@@ -18,6 +18,7 @@ from svdpp.config import (
     PipelineConfig,
     WanSampling,
 )
+from svdpp.config.families.hunyuan_video import HunyuanVideoSampling
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import resolve_config
@@ -32,7 +33,7 @@ from tests.support.builders import small_svd
 from tests.support.damage import Damage
 from tests.support.dummies import clips, hashes, plain_hashes
 from tests.support.dummies import config as dummy
-from tests.support.tiny_families import save_tiny_ltx, save_tiny_wan
+from tests.support.tiny_families import save_tiny, save_tiny_ltx, save_tiny_wan
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -333,3 +334,51 @@ def test_verify_compares_a_decode_by_several_ranks() -> None:
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])
     assert result.bitwise
     assert {check.what for check in result.checks} == {"latent", "final_latent", "frames"}
+
+
+# --- tiles of one decode by several ranks --------------------------------------------------------
+
+#: Clips of two tiles, and of six: HunyuanVideo's are tiles of frames, too.
+TILED_WAN = WanSampling(**{**WAN, "num_inference_steps": 2, "height": 16, "width": 288})
+TILED_LTX = LtxSampling(**{**LTX, "num_inference_steps": 2, "height": 32, "width": 544})
+TILED_HUNYUAN = HunyuanVideoSampling(
+    **{**WAN, "num_inference_steps": 2, "height": 16, "width": 288, "num_frames": 33}
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "sampling", "parallel"),
+    [
+        ("wan", TILED_WAN, PAIRED),
+        ("ltx", TILED_LTX, ParallelConfig(decode_parallel_size=2)),
+        ("hunyuan_video", TILED_HUNYUAN, ParallelConfig(decode_parallel_size=2)),
+    ],
+)
+def test_tiles_of_two_ranks_give_the_bits_of_diffusers_with_tiles(
+    tmp_path: Path, family: str, sampling: Any, parallel: ParallelConfig
+) -> None:
+    save_tiny(family, tmp_path)
+    model = ModelConfig(name=str(tmp_path), vae_tiling=True)
+    config, _ = resolve_config(
+        PipelineConfig(world_size=2, model=model, sampling=sampling, parallel=parallel)
+    )
+    assert config.parallel.decode_parallel_size == 2
+    result = verify(config, REQUESTS[::2])
+    assert result.bitwise
+    assert "frames" in {check.what for check in result.checks}
+
+
+def test_a_clip_of_one_tile_is_decoded_by_one_rank(tmp_path: Path) -> None:
+    save_tiny_wan(tmp_path)
+    model = ModelConfig(name=str(tmp_path), vae_tiling=True)
+    config = PipelineConfig(world_size=2, model=model, sampling=WanSampling(**WAN), parallel=PAIRED)
+    assert resolve_config(config)[0].parallel.decode_parallel_size == 1
+    two = replace(config, parallel=replace(PAIRED, decode_parallel_size=2))
+    with pytest.raises(RequestError, match=r"needs as many tiles, and .* in 1") as caught:
+        resolve_config(two)
+    assert caught.value.details == {"decode_ranks": 2, "tiles": 1}
+    untiled = replace(two, model=replace(model, vae_tiling=False))
+    with pytest.raises(RequestError, match="cannot divide the decode of") as caught:
+        resolve_config(untiled)
+    assert "use `vae_tiling`, whose tiles are decoded on their own" in caught.value.hint

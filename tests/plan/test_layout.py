@@ -16,7 +16,7 @@ from svdpp.plan.actions import SENDS, Action, Kind, Schedule, build_schedule
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.costs import PRESETS, CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule
-from svdpp.plan.layout import Layout, assign_replicas
+from svdpp.plan.layout import Layout, assign_replicas, divide_chunks
 from svdpp.plan.roles import Roles
 from svdpp.plan.split import (
     Stage,
@@ -37,6 +37,26 @@ from tests.support.plans import (
 )
 
 num_clips = st.integers(1, 20)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "count", "sizes"),
+    [
+        ((8, 8, 8, 1), 2, [16, 9]),
+        ((5,) * 5, 2, [10, 15]),  # of two cuts that are equally near, the first
+        ((8, 4, 4), 3, [8, 4, 4]),
+        ((1, 1, 1, 97), 3, [2, 1, 97]),  # no part is empty
+        ((1024,) * 4 + (256,), 2, [2048, 2304]),  # a row of tiles, the last of which is narrow
+        ((256, 128, 32, 16), 2, [256, 176]),
+    ],
+)
+def test_chunks_are_divided_in_order_as_equally_as_possible(
+    chunks: tuple[int, ...], count: int, sizes: list[int]
+) -> None:
+    parts = divide_chunks(chunks, count)
+    assert [part.end - part.first for part in parts] == sizes
+    assert [part.first for part in parts] == [0, *(part.end for part in parts)][:-1]
+    assert {part.total for part in parts} == {sum(chunks)}
 
 
 @pytest.mark.parametrize("is_resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -78,7 +98,7 @@ def talking(schedule: Schedule, *, decode: bool = False) -> set[tuple[int, int]]
         (rank, action.peer)
         for rank, actions in enumerate(schedule)
         for action in actions
-        if action.kind in SENDS and (action.frames is not None) == decode
+        if action.kind in SENDS and (action.part is not None) == decode
     }
 
 

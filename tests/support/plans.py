@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from svdpp.plan.actions import SENDS, Action, FrameRange, Kind, Schedule
+from svdpp.plan.actions import SENDS, Action, DecodeRange, Kind, Schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
@@ -123,20 +123,20 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
     halves: Counter[tuple[int, ...]] = Counter()
     started: list[int] = []
     finished: list[int] = []
-    decodes: dict[int, list[FrameRange]] = {}
+    decodes: dict[int, list[DecodeRange]] = {}
     for rank, rank_actions in enumerate(schedule):
         held: dict[int, int] = {}
         decoded: set[int] = set()
         for action in rank_actions:
             can_follow = _can_follow(action, held, decoded, num_steps)
             assert can_follow, f"clip {action.clip}: rank {rank} cannot do {action}"
-            packet = action.clip, action.start, action.frames
+            packet = action.clip, action.start, action.part
             if action.kind in (Kind.RECV, Kind.RECV_FRAMES):
                 transfers[action.peer, rank, packet] -= 1
             elif action.kind in SENDS:
                 transfers[rank, action.peer, packet] += 1
             elif action.kind is Kind.DECODE:
-                decodes.setdefault(action.clip, []).append(action.frames or FrameRange(0, 1, 1))
+                decodes.setdefault(action.clip, []).append(action.part or DecodeRange(0, 1, 1))
             elif action.kind is Kind.DENOISE:
                 pair = max(rank, action.peer) if action.peer >= 0 else -1
                 halves[pair, *action[1:4]] += 1 if pair >= 0 else 2
@@ -190,6 +190,6 @@ def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_ste
     return action.kind is Kind.SEND or action.start == num_steps
 
 
-def _is_whole(parts: Iterable[FrameRange]) -> bool:
+def _is_whole(parts: Iterable[DecodeRange]) -> bool:
     firsts, ends, totals = zip(*sorted(parts), strict=True)
     return (*firsts, totals[0]) == (0, *ends) and len(set(totals)) == 1

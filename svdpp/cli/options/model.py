@@ -143,6 +143,15 @@ class ModelOptions:
             help="Store weights of UNet and VAE in the memory format channels_last; bits differ.",
         ),
     ] = False
+    vae_tiling: Annotated[
+        bool,
+        flag(
+            "--vae-tiling",
+            panel=MODEL,
+            help="Encode and decode frames in overlapping tiles, as diffusers' "
+            "vae.enable_tiling(), to save memory; slower, and bits differ. Not for SVD.",
+        ),
+    ] = False
     deterministic: Annotated[
         bool,
         flag(
@@ -271,7 +280,10 @@ class ModelOptions:
         dtype = self.dtype
         if dtype is None:
             dtype = default_dtype(device, family or self.family) if device != "cpu" else "fp32"
-        names = ("revision", "variant", "local_files_only", "memory_opt", "channels_last")
+        names = (
+            *("revision", "variant", "local_files_only"),
+            *("memory_opt", "channels_last", "vae_tiling"),
+        )
         return ModelConfig(
             name=self.model,
             family=self.as_family,

@@ -52,6 +52,7 @@ HUNYUAN_VIDEO = FamilySpec(
     num_results_equal_latents=1,
     latent_dtype="stepped from text",  # from an image, it has a float32 part
     checkpoint_facts=_checkpoint_facts,
+    decodes_in_tiles=True,
 )
 
 FAMILIES = (HUNYUAN_VIDEO,)

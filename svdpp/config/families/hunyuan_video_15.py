@@ -57,6 +57,7 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     latent_channels=lambda pipe: int(pipe.num_channels_latents),
     latent_dtype="model",
     checkpoint_facts=_checkpoint_facts,
+    decodes_in_tiles=True,
 )
 
 FAMILIES = (HUNYUAN_VIDEO_15,)

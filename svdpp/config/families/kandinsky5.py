@@ -79,6 +79,7 @@ KANDINSKY5 = FamilySpec(
     latent_dtype="model",
     checkpoint_facts=_checkpoint_facts,
     check_sampling=_check_sampling,
+    decodes_in_tiles=True,
 )
 
 FAMILIES = (KANDINSKY5,)

@@ -153,6 +153,7 @@ LTX = FamilySpec(
     check_sampling=_check_sampling,
     renamed_arguments={"frame_rate": "fps"},
     generator_device=ltx_generator_device,
+    decodes_in_tiles=True,
 )
 
 LTX_CONDITION = replace(

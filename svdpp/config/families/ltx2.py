@@ -97,6 +97,7 @@ LTX2 = FamilySpec(
     checkpoint_facts=_checkpoint_facts,
     renamed_arguments={"frame_rate": "fps"},
     call_arguments=_call_arguments,
+    decodes_in_tiles=True,
 )
 
 FAMILIES = (LTX2,)

@@ -45,6 +45,7 @@ SANA_VIDEO = FamilySpec(
     # With resolution binning, the pipeline would make the latent of another height and width
     # than the clip's.
     call_arguments=lambda _: {"use_resolution_binning": False},
+    decodes_in_tiles=True,
 )
 
 FAMILIES = (SANA_VIDEO,)

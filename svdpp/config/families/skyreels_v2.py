@@ -66,6 +66,7 @@ SKYREELS_V2 = FamilySpec(
     latent_channels=vae_channels,
     latent_dtype="stepped",
     checkpoint_facts=_checkpoint_facts,
+    decodes_in_tiles=True,
 )
 
 SKYREELS_V2_FORCING = replace(

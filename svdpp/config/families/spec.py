@@ -206,6 +206,9 @@ class FamilySpec:
     decodes_in_chunks: bool = False
     """Whether the pipeline's `decode_latents` decodes chunks of `decode_chunk_size` frames, which
     do not depend on each other."""
+    decodes_in_tiles: bool = False
+    """Whether the decode is one call of the VAE, whose tiles several ranks can decode, each on
+    their own, if the model has `vae_tiling`."""
     memory_options: bool = False
     """Whether the options `memory_opt` and `channels_last` of `ModelConfig` can be used."""
     frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "the limits of svdpp")

@@ -260,6 +260,7 @@ WAN = FamilySpec(
     latent_dtype="stepped",
     checkpoint_facts=_wan_facts,
     check_sampling=_check_sampling,
+    decodes_in_tiles=True,
 )
 
 WAN_VACE = replace(
@@ -323,6 +324,7 @@ WAN_ANIMATE = replace(
     # The pipeline decodes a segment before the next one starts, so steps cannot be split there.
     frame_limits=(5, 77, "one segment of the model"),
     latent_frames=_frames_with_image,
+    decodes_in_tiles=False,  # each segment is decoded in the loop
 )
 
 WAN_REPLACE = replace(

@@ -183,15 +183,17 @@ def unused_submodules(
 def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
-    """Apply `memory_opt` (feed-forward in chunks) and `channels_last` to a component.
+    """Apply `memory_opt` (feed-forward in chunks), `channels_last` and `vae_tiling` to a component.
 
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component.
         module: Component. With `channels_last`, weights of Conv2d become NHWC, and weights of
             Conv3d NDHWC.
-        model: Model with the two options.
+        model: Model with the three options.
     """
+    if model.vae_tiling and part == "vae":
+        module.enable_tiling()
     if not checkpoint.spec.memory_options:
         return
     is_denoiser = part in checkpoint.spec.denoisers

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from transformers.processing_utils import ProcessorMixin
 from svdpp.config import ClipRequest, LatentSpec, Lora, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype
-from svdpp.errors import NotFiniteError
+from svdpp.errors import ModelError, NotFiniteError
 from svdpp.models.base import (
+    FRAMES,
     STRUCTURE,
     AfterStep,
     Audio,
@@ -32,7 +33,12 @@ from svdpp.models.engine.latents import latent_spec
 from svdpp.models.engine.load import build_pipeline
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.records import Node, named_tensors, patch_methods, read_structure
-from svdpp.plan.actions import FrameRange
+from svdpp.models.engine.tiles import PartDecoder, TilePlayer, TileShape, tile_specs
+from svdpp.plan.actions import DecodeRange
+
+
+class _TilesDecoded(Exception):
+    """Exception that ends the call of the pipeline after the decode of some tiles."""
 
 
 class EngineModel:
@@ -53,6 +59,7 @@ class EngineModel:
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
         self._outputs: list[Node] = []  # passed to `GuidanceBranches` as `outputs`
+        self._tile_shapes: list[TileShape] = []  # of every clip, after the first `decode_part`
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """Return a model with the same loaded components and other sampling parameters.
@@ -173,12 +180,11 @@ class EngineModel:
         call, _ = self._later_call(tensors, start, end, **more)
         return call.packet()
 
-    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
+    def decode(self, tensors: Tensors) -> torch.Tensor:
         """Decode the packet after the last step, and set `audio` to the clip's sound, if any.
 
         Args:
             tensors: Tensors of the packet.
-            frames: Range of frames to decode, which consists of whole chunks; None: all frames.
 
         Returns:
             Frames (F, H, W, 3) uint8 RGB, on the device.
@@ -194,16 +200,83 @@ class EngineModel:
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
-        own = {}
-        if frames is not None:
-            decode, part = self._pipe.decode_latents, slice(frames.first, frames.end)
-            own["decode_latents"] = lambda latents, _, chunk_size: decode(
-                latents[:, part], part.stop - part.start, chunk_size
-            )
-        with patch_methods(self._pipe, **own):
-            video, *audio = self.decode_with(tensors, check_and_postprocess)
+        video, *audio = self.decode_with(tensors, check_and_postprocess)
         self.audio = to_audio(self._pipe, *audio, rate=audio_rate(self._spec))
         return to_uint8(video[0])  # converts frames (F, 3, H, W) from 0 to 1
+
+    def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:
+        """Decode one part of a clip, which `join_parts` joins with the other parts.
+
+        Args:
+            tensors: Tensors of the packet after the last step.
+            part: Whole chunks of frames, or whole tiles.
+
+        Returns:
+            Frames of the part, as from `decode`; or its tiles, (B, C, F, H, W) each, by name.
+
+        Raises:
+            NotFiniteError: The VAE returned NaN or infinity for these frames.
+            ModelError: The clip has other tiles than planned.
+        """
+        if self._spec.decodes_in_chunks:
+            decode, frames = self._pipe.decode_latents, slice(part.first, part.end)
+
+            def decode_latents(latents: torch.Tensor, _: int, chunk_size: int) -> torch.Tensor:
+                video: torch.Tensor = decode(
+                    latents[:, frames], frames.stop - frames.start, chunk_size
+                )
+                return video
+
+            with patch_methods(self._pipe, decode_latents=decode_latents):
+                return {FRAMES: self.decode(tensors)}
+
+        def stop(*_: Any, **__: Any) -> Any:
+            raise _TilesDecoded
+
+        vae = self._pipe.vae
+        decoder = PartDecoder(vae.decoder.forward, part)
+        with patch_methods(vae.decoder, forward=decoder), suppress(_TilesDecoded):
+            self.decode_with(tensors, stop)
+        self._tile_shapes = decoder.shapes
+        positions = sum(shape.positions for shape in decoder.shapes)
+        if positions != part.total:
+            raise ModelError(
+                f"the decode has tiles of {positions} positions of the latent, and {part.total} "
+                "were planned",
+                "use `decode_ranks` 1",
+                details={"positions": positions, "planned": part.total},
+            )
+        return decoder.tiles
+
+    def part_specs(
+        self, own: Tensors, part: DecodeRange
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of the tensors that `decode_part` returns on another rank.
+
+        Args:
+            own: Result of `decode_part` on this rank, with the clip's first frames or tiles.
+            part: Part that the other rank decodes.
+        """
+        first = next(iter(own.values()))
+        if self._spec.decodes_in_chunks:
+            return {FRAMES: ((part.end - part.first, *first.shape[1:]), first.dtype)}
+        return tile_specs(self._tile_shapes, part, first)
+
+    def join_parts(self, tensors: Tensors, parts: Sequence[Tensors]) -> torch.Tensor:
+        """Return the frames of a clip, as `decode` does, from its parts.
+
+        Args:
+            tensors: Tensors of the packet after the last step.
+            parts: Results of `decode_part` for all parts, in order. Tiles are changed.
+
+        Raises:
+            NotFiniteError: The VAE or the vocoder returned NaN or infinity.
+        """
+        if self._spec.decodes_in_chunks:
+            return torch.cat([part[FRAMES] for part in parts])
+        tiles = {name: tile for part in parts for name, tile in part.items()}
+        with patch_methods(self._pipe.vae.decoder, forward=TilePlayer(tiles)):
+            return self.decode(tensors)
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """Decode a packet, and return the pipeline's result, a tuple of video and maybe sound.

@@ -1,0 +1,188 @@
+"""Tiles of a VAE's decode, some of which another rank decodes.
+
+diffusers' `tiled_decode` calls the VAE's decoder for each tile, and then blends all tiles. No tile
+depends on another one. Ranks that share a decode run this method unmodified, and only the decoder
+is replaced. Four tiles on two ranks:
+
+    decode of tiles 0 and 1, or 2 and 3   the decoder keeps these tiles, and always returns an empty
+                                          tensor; so all that is blended is empty
+    blending, on the rank that finishes   the decoder returns the four tiles one after the other,
+                                          and computes nothing
+
+So the order of the tiles, their overlap and the blending are diffusers' own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from svdpp.config import SamplingConfig
+from svdpp.models.base import TILE, Tensors
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine import load
+from svdpp.models.engine.records import patch_methods
+from svdpp.models.files import library_errors
+from svdpp.plan.actions import DecodeRange
+
+
+class TileShape(NamedTuple):
+    """Shape of the part of a latent from which one tile is decoded."""
+
+    frames: int
+    height: int
+    width: int
+
+    @property
+    def positions(self) -> int:
+        """Number of positions of the latent."""
+        return self.frames * self.height * self.width
+
+
+class PartDecoder:
+    """Replacement of `forward` of a VAE's decoder, which decodes only the tiles of one part.
+
+    Args:
+        decode: Function that decodes a tile: the decoder's own `forward`.
+        part: Part of the tiles, in positions of the latent in all tiles.
+    """
+
+    def __init__(self, decode: Callable[..., torch.Tensor], part: DecodeRange) -> None:
+        self._decode, self._part = decode, part
+        self._calls = _TileCalls()
+        self._pieces: dict[int, list[torch.Tensor]] = {}
+        self.shapes: list[TileShape] = []
+        """Shapes of the tiles so far, also of those that are not decoded."""
+
+    def __call__(self, latent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Decode the latent, (B, C, F, H, W), if it is of a tile of the part.
+
+        Returns:
+            Empty tensor, which can be blended and concatenated with others of its kind.
+        """
+        frames, height, width = latent.shape[2:]
+        if self._calls.begins_tile(kwargs):
+            first = sum(shape.positions for shape in self.shapes)
+            if self._part.first <= first < self._part.end:
+                self._pieces[len(self.shapes)] = []
+            self.shapes.append(TileShape(0, height, width))
+        index = len(self.shapes) - 1
+        shape = self.shapes[index]
+        self.shapes[index] = shape._replace(frames=shape.frames + frames)
+        if index in self._pieces:
+            self._pieces[index].append(self._decode(latent, *args, **kwargs))
+        return latent.new_empty(len(latent), 0, 0, 0, 0)
+
+    @property
+    def tiles(self) -> Tensors:
+        """Decoded tiles, (B, C, F, H, W) each, by `tile_name`."""
+        pieces = self._pieces.items()
+        return {tile_name(index): torch.cat(each, dim=2) for index, each in pieces}
+
+
+class TilePlayer:
+    """Replacement of `forward` of a VAE's decoder, which returns tiles that are decoded already.
+
+    Args:
+        tiles: All tiles of the clip, by `tile_name`.
+    """
+
+    def __init__(self, tiles: Mapping[str, torch.Tensor]) -> None:
+        self._tiles, self._calls, self._count = tiles, _TileCalls(), 0
+
+    def __call__(self, *_: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the next tile, or no frames in a later call for the same tile."""
+        if self._calls.begins_tile(kwargs):
+            self._count += 1
+            return self._tiles[tile_name(self._count - 1)]
+        return self._tiles[tile_name(self._count - 1)][:, :, :0]
+
+
+def tile_name(index: int) -> str:
+    """Return the name of a tile's tensor in a packet."""
+    return f"{TILE}.{index}"
+
+
+class _TileCalls:
+    """Sequence of a decoder's calls.
+
+    Wan's decoder is called once for each frame of a tile's latent, with a cache that is new for
+    each tile. Others are called once for each tile.
+    """
+
+    def __init__(self) -> None:
+        self._cache: Any = None
+
+    def begins_tile(self, kwargs: Mapping[str, Any]) -> bool:
+        """Note a call with these arguments; return whether it is the first one of a tile."""
+        before, self._cache = self._cache, kwargs.get("feat_cache")
+        return self._cache is None or self._cache is not before
+
+
+def tile_specs(
+    shapes: list[TileShape], part: DecodeRange, first_tile: torch.Tensor
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return shape and dtype of the tiles of a part, which another rank decodes.
+
+    All tiles have the same scale. The first tile has as many frames as any other.
+
+    Args:
+        shapes: Shapes of all tiles of the clip.
+        part: Part of the tiles.
+        first_tile: First tile of the clip, decoded.
+    """
+    batch, channels, frames, height, width = first_tile.shape
+    first = shapes[0]
+    later_frames = (frames - 1) // (first.frames - 1) if first.frames > 1 else 0
+    specs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    done = 0
+    for index, shape in enumerate(shapes):
+        if part.first <= done < part.end:
+            size = (
+                frames - later_frames * (first.frames - shape.frames),
+                height // first.height * shape.height,
+                width // first.width * shape.width,
+            )
+            specs[tile_name(index)] = (batch, channels, *size), first_tile.dtype
+        done += shape.positions
+    return specs
+
+
+def count_tiles(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int, ...]:
+    """Return the number of positions of each tile of a clip's decode, in the order of the tiles.
+
+    Args:
+        checkpoint: Checkpoint of the model, of which only configs are read.
+        sampling: Resolved sampling parameters.
+    """
+    return _count_tiles(checkpoint, sampling.frames, sampling.height, sampling.width)
+
+
+@functools.lru_cache(64)
+def _count_tiles(
+    checkpoint: Checkpoint, num_frames: int, height: int, width: int
+) -> tuple[int, ...]:
+    vae = _vae_without_weights(checkpoint)
+    config = vae.config
+    side = vae.spatial_compression_ratio
+    every = getattr(vae, "temporal_compression_ratio", None) or config.scale_factor_temporal
+    channels = config["z_dim"] if "z_dim" in config else config["latent_channels"]
+    size = (num_frames - 1) // every + 1, height // side, width // side
+    nothing = DecodeRange(0, 0, 1)
+    decoder = PartDecoder(vae.decoder.forward, nothing)
+    with patch_methods(vae.decoder, forward=decoder), torch.no_grad():
+        vae.decode(torch.empty(1, channels, *size, device="meta"))
+    return tuple(shape.positions for shape in decoder.shapes)
+
+
+@functools.lru_cache(4)
+def _vae_without_weights(checkpoint: Checkpoint) -> Any:
+    load.silence_libraries()
+    cls = load.component_class("vae", dict(checkpoint.classes)["vae"])
+    with library_errors("vae", checkpoint), torch.device("meta"):
+        vae = load.build_module(cls, checkpoint.folder / "vae").eval()
+    vae.enable_tiling()
+    return vae
