@@ -352,6 +352,7 @@ WAN_MODULAR = replace(
     image_pipeline="WanImage2VideoModularPipeline",
     branches=None,
     latent_dtype="fp32",
+    decodes_in_tiles=False,
     modular=ModularSpec(blocks=("WanBlocks", "WanImage2VideoAutoBlocks")),
     checkpoint_facts=_modular_facts,
 )

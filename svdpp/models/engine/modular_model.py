@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from svdpp.config import ClipRequest
 from svdpp.config.families.spec import ModularSpec
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Partner, PreparedInput, Tensors
 from svdpp.models.engine.model import EngineModel, call_arguments
 from svdpp.models.engine.modular_call import ModularCall
 from svdpp.models.engine.records import patch_methods, read_structure
-from svdpp.plan.actions import FrameRange
 
 
 class ModularModel(EngineModel):
@@ -64,11 +61,6 @@ class ModularModel(EngineModel):
         call = self._later_modular_call(tensors, end, after_step)
         call.run({})
         return call.packet()
-
-    def decode(self, tensors: Tensors, frames: FrameRange | None = None) -> torch.Tensor:
-        """Decode the packet after the last step; see `EngineModel.decode`."""
-        assert frames is None, "the frames of a modular pipeline are decoded by one rank"
-        return super().decode(tensors)
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
         """Decode a packet with another postprocessing; return video and sound, a tuple.
