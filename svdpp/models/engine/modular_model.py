@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from svdpp.config import ClipRequest
 from svdpp.config.families.spec import ModularSpec
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Partner, PreparedInput, Tensors
