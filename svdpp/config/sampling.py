@@ -195,6 +195,8 @@ class CommonSampling:
     #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
     #: positions of all frames.
     latent_axes: ClassVar[str] = "BCFHW"
+    #: Whether the pipeline crops an image of another shape; the others stretch it.
+    crops_image: ClassVar[bool] = False
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
     #: Further videos that each clip takes: by the argument of the pipeline's `__call__`, the side

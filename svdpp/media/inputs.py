@@ -157,7 +157,8 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
     Args:
         files: Images or videos of the clips.
-        sampling: Sampling parameters; only the `fit` stretch distorts images.
+        sampling: Sampling parameters; with the `fit` stretch images are left to the pipeline, which
+            stretches or crops them.
     """
     files = list(dict.fromkeys(files))
     remarks = []
@@ -165,9 +166,12 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
     ratios = {file: file.width / file.height / shape for file in files}
     stretched = [file for file in files if not 1 / _STRETCHED <= ratios[file] <= _STRETCHED]
     if stretched and sampling.fit == "stretch":
+        done, instead = "stretched", "crop or pad keeps its shape"
+        if sampling.crops_image:
+            done, instead = "cropped", "pad keeps all of it"
         remarks.append(
-            f"{_name_first(stretched)} stretched to {sampling.width}x{sampling.height}, as by "
-            f"diffusers; `fit` crop or pad keeps its shape"
+            f"{_name_first(stretched)} {done} to {sampling.width}x{sampling.height}, as by "
+            f"diffusers; `fit` {instead}"
         )
     for conversion, (done, instead) in _CONVERSIONS.items():
         if converted := [file for file in files if file.conversion == conversion]:

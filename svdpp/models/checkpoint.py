@@ -112,6 +112,8 @@ class Checkpoint:
     one denoiser."""
     decode_draws_noise: bool = False
     """Whether decoding a clip draws random numbers."""
+    vae_tile_side: int | None = None
+    """Side of the square tiles that the VAE decodes, in pixels; None: it decodes whole frames."""
     has_image_projection: bool = False
     """Whether the denoiser has layers for an image embedding, as in Wan 2.1 image-to-video."""
 

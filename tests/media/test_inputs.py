@@ -540,6 +540,8 @@ def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
     assert "`fit` crop" in remark
     assert inputs.input_remarks(found[4:6], wide) == []
     assert inputs.input_remarks(found, replace(wide, fit="crop")) == []
+    (remark,) = inputs.input_remarks(found, SAMPLING_CLASSES["ltx2_condition"]())
+    assert "1 more are cropped to 768x512, as by diffusers; `fit` pad keeps all of it" in remark
 
 
 @pytest.mark.parametrize(

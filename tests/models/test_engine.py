@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 #: Clips whose pipelines change the latent after their last step, and one without a callback.
 CHANGED = (
     *("wan-5b-image", "wan-animate", "wan-replace", "kandinsky5-image", "ltx2", "framepack"),
-    *("ltx-condition", "ltx-condition-image"),
+    *("ltx2-condition-last-image", "ltx-condition", "ltx-condition-image"),
 )
 RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 

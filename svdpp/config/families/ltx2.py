@@ -1,9 +1,9 @@
-"""Sampling parameters and spec of LTX-2, which makes video with sound."""
+"""Sampling parameters and specs of LTX-2, which makes video with sound, also from conditions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.ltx import check_vae
@@ -12,8 +12,8 @@ from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ltx2Sampling(PromptedSampling):
-    """Sampling parameters of `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
+class Ltx2BaseSampling(PromptedSampling):
+    """Sampling parameters that the pipelines of LTX-2 share, with defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
@@ -41,7 +41,6 @@ class Ltx2Sampling(PromptedSampling):
         "audio_guidance_rescale": Param(highest=1, help="Rescaling of the guided audio."),
     }
 
-    family: Literal["ltx2"] = "ltx2"
     num_inference_steps: int = 30
     height: int = 512
     width: int = 768
@@ -59,17 +58,60 @@ class Ltx2Sampling(PromptedSampling):
     audio_guidance_rescale: float = 0.7
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ltx2Sampling(Ltx2BaseSampling):
+    """The parameters of diffusers' `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
+
+    family: Literal["ltx2"] = "ltx2"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ltx2ConditionSampling(Ltx2BaseSampling):
+    """The parameters of diffusers' `LTX2ConditionPipeline`, with defaults."""
+
+    crops_image: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = {
+        **Ltx2BaseSampling.own,
+        "strength": Param(highest=1, help="How closely a frame follows its image."),
+    }
+
+    family: Literal["ltx2_condition"] = "ltx2_condition"
+    strength: float = 1.0
+
+
+@dataclass(frozen=True)
+class VideoCondition:
+    """Image that a clip shows at a place; has the fields of diffusers' `LTX2VideoCondition`."""
+
+    frames: Any
+    """PIL image."""
+    index: int
+    """Frame of the latent; -1: the last one."""
+    strength: float
+    """From 0 (no effect) to 1 (the frame is the image)."""
+    crf: int = 0
+    """Quality of an H.264 compression of the image; 0: none, as it needs PyAV."""
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if check_vae(configs):
         raise configs.of("vae").error("a decode that draws noise is not supported")
     return {}
 
 
+def _condition_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.index.refuse(
+        "audio_scheduler", "gives the sound a schedule of its own, which is unproven"
+    )
+    return _checkpoint_facts(configs)
+
+
 def _call_arguments(sampling: Any) -> dict[str, Any]:
     has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
     blocks = [sampling.stg_block] if has_stg else None
     # By default diffusers first compresses the input image with H.264, which needs PyAV.
-    image = {"image_crf": 0} if sampling.from_image else {}
+    is_compressed = sampling.from_image and sampling.family == "ltx2"
+    image = {"image_crf": 0} if is_compressed else {}
     return {"spatio_temporal_guidance_blocks": blocks, **image}
 
 
@@ -100,4 +142,28 @@ LTX2 = FamilySpec(
     decodes_in_tiles=True,
 )
 
-FAMILIES = (LTX2,)
+
+def _first_condition(image: Any, sampling: Any) -> dict[str, Any]:
+    return {"conditions": [VideoCondition(image, 0, sampling.strength)]}
+
+
+def _two_conditions(first: Any, last: Any, sampling: Any) -> dict[str, Any]:
+    strength = sampling.strength
+    return {"conditions": [VideoCondition(first, 0, strength), VideoCondition(last, -1, strength)]}
+
+
+LTX2_CONDITION = replace(
+    LTX2,
+    sampling=Ltx2ConditionSampling,
+    title="LTX-2, whose images are conditions",
+    text_pipeline="LTX2ConditionPipeline",
+    image_pipeline="LTX2ConditionPipeline",
+    image_arguments=_first_condition,
+    last_image_arguments=_two_conditions,
+    aliases=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    initial_latent_source=None,
+    checkpoint_facts=_condition_facts,
+    latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
+)
+
+FAMILIES = (LTX2, LTX2_CONDITION)

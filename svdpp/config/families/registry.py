@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Union
 
 from svdpp.config.families import (
+    allegro,
     cogvideox,
     framepack,
     helios,
@@ -41,6 +42,7 @@ _SPECS: tuple[FamilySpec, ...] = (
     *skyreels_v2.FAMILIES,
     *kandinsky5.FAMILIES,
     *mochi.FAMILIES,
+    *allegro.FAMILIES,
     *latte.FAMILIES,
     *sana_video.FAMILIES,
 )

@@ -11,7 +11,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoSampling(PromptedSampling):
-    """Sampling parameters of diffusers' `SanaVideoPipeline`, with its defaults."""
+    """Sampling parameters of both of diffusers' pipelines of Sana-Video, with defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 4
@@ -32,11 +32,16 @@ SANA_VIDEO = FamilySpec(
     license="NVIDIA Open Model License",
     denoiser="SanaVideoTransformer3DModel",
     text_pipeline="SanaVideoPipeline",
-    schedulers=("DPMSolverMultistepScheduler",),
-    # Checkpoints for 720p have the VAE of LTX-2, for which `frames_unit` would have to be 8. They
-    # are refused.
+    image_pipeline="SanaImageToVideoPipeline",
+    text_and_image=True,
+    schedulers=("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
+    # With LTX-2's VAE, as at 720p, the number of frames has another unit.
     component_classes={"text_encoder": "Gemma2Model", "vae": "AutoencoderKLWan"},
     fp32_components=frozenset({"vae"}),
+    # From an image no step changes the first frame of the latent.
+    initial_latent_source="latents",
+    num_results_equal_latents=1,
+    latent_dtype="stepped from text",
     branches="batch",
     batched_arguments=frozenset(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}

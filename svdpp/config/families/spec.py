@@ -77,6 +77,10 @@ class CheckedCheckpoint(Protocol):
     def image_sizes(self) -> tuple[int, int] | None:
         """Limits of the size of clips from an image, as in `Checkpoint.image_sizes`."""
 
+    @property
+    def vae_tile_side(self) -> int | None:
+        """Side of the square tiles that the VAE decodes, in pixels; None: it has no tiles."""
+
     def timesteps(self, sampling: Any) -> Any:
         """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,)."""
 
@@ -126,6 +130,9 @@ class FamilySpec:
     image_argument: str = "image"
     """Name of the argument of the pipeline's `__call__` for the input image or the video's
     frames."""
+    image_arguments: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    """Returns the arguments of `__call__` for an image, from it and the sampling parameters; None:
+    the image itself is the argument `image_argument`."""
     last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
     """Function that returns the arguments of the pipeline's `__call__` for a first and a last
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
@@ -157,6 +164,8 @@ class FamilySpec:
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all can."""
+    decodes_in_tiles: bool = False
+    """Whether the VAE decodes in tiles only: diffusers' own call fails without `enable_tiling`."""
     fp32_components: frozenset[str] = frozenset()
     """Names of the components that are loaded in float32, whatever the model's dtype is."""
     loras: bool = True

@@ -190,9 +190,10 @@ def apply_memory_options(
         part: Name of the component.
         module: Component. With `channels_last`, weights of Conv2d become NHWC, and weights of
             Conv3d NDHWC.
-        model: Model with the three options.
+        model: Model with the three options. A family's VAE that decodes in tiles only has tiles
+            without the option, too.
     """
-    if model.vae_tiling and part == "vae":
+    if part == "vae" and (model.vae_tiling or checkpoint.spec.decodes_in_tiles):
         module.enable_tiling()
     if not checkpoint.spec.memory_options:
         return

@@ -384,7 +384,9 @@ def _input_arguments(
 ) -> Mapping[str, Any]:
     """Return the arguments of a pipeline's `__call__` for the images or videos of a clip."""
     if not isinstance(source, dict):
-        return {spec.image_argument: source}
+        if source is None or spec.image_arguments is None:
+            return {spec.image_argument: source}
+        return spec.image_arguments(source, sampling)
     if LAST_IMAGE not in source:
         return source
     assert spec.last_image_arguments is not None

@@ -60,8 +60,11 @@ def _ltx2(_: bool) -> Parts:
     }
 
 
-PARTS = {"ltx2": _ltx2}
+PARTS = {"ltx2": _ltx2, "ltx2_condition": _ltx2}
 CASES = {
     "ltx2": Case("ltx2", _SIZE),
     "ltx2-image": Case("ltx2", {**_SIZE, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
+    "ltx2-condition-last-image": Case("ltx2_condition", _SIZE, image=True, last_image=True),
+    "ltx2-condition-image": Case("ltx2_condition", {**_SIZE, "strength": 0.5}, image=True),
+    "ltx2-condition": Case("ltx2_condition", _SIZE),
 }

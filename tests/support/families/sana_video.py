@@ -9,6 +9,8 @@ from tests.support.families.wan import wan_vae
 from tests.support.family_case import Case, size
 from tests.support.tiny_parts import LLM, TEXT, Parts, letters
 
+_EULER = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=8.0)}
+
 
 def _sana_video(_: bool) -> Parts:
     gemma = transformers.Gemma2Config(
@@ -30,4 +32,10 @@ def _sana_video(_: bool) -> Parts:
 
 
 PARTS = {"sana_video": _sana_video}
-CASES = {"sana-video": Case("sana_video", size(32, 32, 9))}
+CASES = {
+    "sana-video": Case("sana_video", size(32, 32, 9)),
+    "sana-video-image": Case("sana_video", size(32, 32, 9), image=True),
+    "sana-video-image-euler": Case(
+        *("sana_video", size(32, 32, 9)), image=True, changes=_EULER, is_stateless=True
+    ),
+}
