@@ -164,7 +164,7 @@ class FamilySpec:
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all can."""
-    decodes_in_tiles: bool = False
+    needs_vae_tiling: bool = False
     """Whether the VAE decodes in tiles only: diffusers' own call fails without `enable_tiling`."""
     fp32_components: frozenset[str] = frozenset()
     """Names of the components that are loaded in float32, whatever the model's dtype is."""

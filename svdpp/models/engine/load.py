@@ -193,7 +193,7 @@ def apply_memory_options(
         model: Model with the three options. A family's VAE that decodes in tiles only has tiles
             without the option, too.
     """
-    if part == "vae" and (model.vae_tiling or checkpoint.spec.decodes_in_tiles):
+    if part == "vae" and (model.vae_tiling or checkpoint.spec.needs_vae_tiling):
         module.enable_tiling()
     if not checkpoint.spec.memory_options:
         return
