@@ -205,6 +205,7 @@ def test_wrong_inputs_are_refused(
 
 
 INDEX, DENOISER = "model_index.json", "transformer/config.json"
+MODULAR_INDEX = "modular_model_index.json"
 ENCODER = "image_encoder/config.json"
 SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a checkpoint"
 
@@ -214,6 +215,10 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
     [
         (T2V, INDEX, {"boundary_ratio": None}, "boundary_ratio is None"),
         (T2V, INDEX, {"transformer_2": [None, None]}, "transformer_2 is missing"),
+        ("wan22-modular", MODULAR_INDEX, {"boundary_ratio": 1.5}, "boundary_ratio is 1.5"),
+        ("wan22-modular", MODULAR_INDEX, {"transformer_2": None}, "transformer_2 is missing"),
+        ("wan-modular", MODULAR_INDEX, {"boundary_ratio": 0.9}, "the model has two experts"),
+        ("wan-modular", MODULAR_INDEX, {"expand_timesteps": True}, "only for Wan 2.2 5B"),
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),
@@ -319,6 +324,8 @@ def test_the_script_of_the_manual_gives_the_recorded_hash(
     latents, _, _ = run_reference(reference, tiny_model.sampling, request, tiny_model.source)
     ours = tensor_sha256(latents[-1])
     assert known["latents_sha256"](reference.pipe, **call_arguments(*given)) == ours
+    if tiny_model.is_modular:
+        return  # some decode the latent whatever `output_type` is
     plain = reference.pipe(**call_arguments(*given), output_type="latent", return_dict=False)[0]
     is_changed = isinstance(plain, list) or tensor_sha256(plain) != ours
     assert is_changed == (name in CHANGED)

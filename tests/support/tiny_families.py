@@ -86,6 +86,9 @@ def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None
     """Saves a modular pipeline: components, and values of its config among `parts`."""
     components = {name: part for name, part in parts.items() if name in pipe.component_names}
     pipe.update_components(**{name: part for name, part in components.items() if part is not None})
+    pipe.update_components(
+        **{name: parts[name] for name in pipe._config_specs.keys() & parts.keys()}
+    )
     pipe.save_pretrained(str(folder), overwrite_modular_index=True, **options)
 
 

@@ -103,7 +103,8 @@ class ModularSpec:
     audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
     """Returns the samples per second of the sound, from a loaded pipeline."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
-    """Sampling parameter with the guidance scale of each guider, by the guider's name."""
+    """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
+    is None, the scale is that of `guidance_scale`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,16 @@ class WanModularSampling(WanBaseSampling):
     family: Literal["wan_modular"] = "wan_modular"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wan22ModularSampling(WanBaseSampling):
+    """Sampling parameters of `Wan22ModularPipeline` and `Wan22Image2VideoModularPipeline`."""
+
+    family: Literal["wan22_modular"] = "wan22_modular"
+
+
 _TWO_IMAGES = "is set only for models with a first and a last image"
+#: `boundary_ratio` of diffusers' modular pipelines if the index has none.
+_MODULAR_BOUNDARY = 0.875
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -191,13 +200,41 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    index = configs.index
+    if index.values.get("boundary_ratio") is not None:
+        raise index.error(
+            "boundary_ratio is set, so that the model has two experts",
+            "`family` wan22_modular",
+            details={"boundary_ratio": shown(index.values["boundary_ratio"])},
+        )
+    found = _common_modular_facts(configs)
+    return {**found, "unused_parameters": ("guidance_scale_2",)}
+
+
+def _modular_facts_of_two_experts(configs: CheckpointConfigs) -> CheckpointFacts:
+    index = configs.index
+    if "transformer_2" not in configs.classes:
+        raise index.error(
+            "the expert transformer_2 is missing",
+            "for a model with one expert: `family` wan_modular",
+            details={"component": "transformer_2"},
+        )
+    ratio = index.values.get("boundary_ratio", _MODULAR_BOUNDARY)
+    if not (isinstance(ratio, float) and 0 < ratio < 1):
+        message = f"boundary_ratio is {shown(ratio)}, not a number between 0 and 1"
+        details = {"boundary_ratio": shown(ratio), "above": 0, "below": 1}
+        raise index.error(message, details=details)
+    return {**_common_modular_facts(configs), "boundary_ratio": ratio}
+
+
+def _common_modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.index.refuse(
+        "expand_timesteps",
+        "is set only for Wan 2.2 5B, which diffusers' modular pipelines do not run",
+    )
     configs.of("transformer").refuse("pos_embed_seq_len", _TWO_IMAGES)
     unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
-    return {
-        "size_multiple": (unit, unit),
-        "unused_parameters": ("guidance_scale_2",),
-        **image_projection(configs),
-    }
+    return {"size_multiple": (unit, unit), **image_projection(configs)}
 
 
 def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -234,6 +271,19 @@ def vae_channels(pipe: Any) -> int:
     The denoiser's input channels do not tell it: for clips from an image they include the image's.
     """
     return int(pipe.vae.config.z_dim)
+
+
+def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    _check_sampling(checkpoint, sampling)
+    second = sampling.guidance_scale_2
+    require(
+        sampling.guidance_scale != 1 or second in (None, 1),
+        f"`guidance_scale` 1 with `guidance_scale_2` {second} is not possible: "
+        "without guidance in the first steps, diffusers encodes no negative prompt",
+        "raise `guidance_scale` above 1, or leave `guidance_scale_2` out",
+        guidance_scale=sampling.guidance_scale,
+        guidance_scale_2=second,
+    )
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
@@ -357,6 +407,22 @@ WAN_MODULAR = replace(
     checkpoint_facts=_modular_facts,
 )
 
+WAN22_MODULAR = replace(
+    WAN_MODULAR,
+    sampling=Wan22ModularSampling,
+    title="Wan 2.2 with two experts, modular",
+    example="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
+    denoisers=("transformer", "transformer_2"),
+    text_pipeline="Wan22ModularPipeline",
+    image_pipeline="Wan22Image2VideoModularPipeline",
+    modular=ModularSpec(
+        blocks=("Wan22Blocks", "Wan22Image2VideoBlocks"),
+        guiders={"guider": "guidance_scale", "guider_2": "guidance_scale_2"},
+    ),
+    checkpoint_facts=_modular_facts_of_two_experts,
+    check_sampling=_check_two_guiders,
+)
+
 FAMILIES = (
     WAN,
     WAN_VACE,
@@ -365,4 +431,5 @@ FAMILIES = (
     WAN_ANIMATE,
     WAN_REPLACE,
     WAN_MODULAR,
+    WAN22_MODULAR,
 )

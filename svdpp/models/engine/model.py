@@ -354,8 +354,10 @@ def call_arguments(
     guiders = {"guider": "guidance_scale"} if spec.modular is None else spec.modular.guiders
     for name, parameter in guiders.items():
         if (guider := getattr(pipe, name, None)) is not None:
-            scale = {"guidance_scale": getattr(sampling, parameter)}
-            setattr(pipe, name, type(guider).from_config({**guider.config, **scale}))
+            own = getattr(sampling, parameter)
+            scale = sampling.guidance_scale if own is None else own
+            config = {**guider.config, "guidance_scale": scale}
+            setattr(pipe, name, type(guider).from_config(config))
     device = spec.generator_device(checkpoint, sampling, str(pipe.device))
     if isinstance(source, Image.Image) and spec.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)

@@ -130,6 +130,10 @@ def _wan_modular(image: bool) -> Parts:
     return _wan(image, image_encoder=image)
 
 
+def _wan22_modular(image: bool) -> Parts:
+    return _wan(image, boundary_ratio=0.9 if image else 0.875)
+
+
 def _case(
     changes: dict[str, Any], more: dict[str, Any] | None = None, side: int = 32, **options: Any
 ) -> Case:
@@ -144,6 +148,7 @@ PARTS = {
     "wan_animate": _wan_animate,
     "wan_replace": _wan_animate,
     "wan_modular": _wan_modular,
+    "wan22_modular": _wan22_modular,
 }
 
 CASES = {
@@ -204,4 +209,18 @@ CASES = {
     "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
     "wan-modular": Case("wan_modular", size(32, 32, 5), negative="blurred"),
     "wan-modular-image": Case("wan_modular", size(32, 32, 5), image=True),
+    "wan22-modular": Case(
+        "wan22_modular",
+        size(32, 32, 5, num_inference_steps=4, **_OWN_SCALES),
+        negative="blurred",
+        refused=[
+            (
+                {"guidance_scale": 1.0},
+                "`guidance_scale` 1 with `guidance_scale_2` 2.0 ... encodes no negative prompt",
+            ),
+        ],
+    ),
+    "wan22-modular-image": Case(
+        "wan22_modular", size(32, 32, 5, num_inference_steps=4), image=True
+    ),
 }
