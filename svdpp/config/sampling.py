@@ -167,15 +167,16 @@ def params_by_field(kind: Any) -> dict[str, Param]:
     return {param.field: param for name, param in params.items() if name not in _NOT_IN_REQUESTS}
 
 
-def frames_of_seconds(seconds: float, fps: float, unit: int) -> int:
+def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) -> int:
     """Return the number of frames that comes nearest to a duration.
 
     Args:
         seconds: Duration of the clip.
         fps: Frames per second.
-        unit: Divisor of the number of frames minus 1, such as 4 for 1, 5, 9 and so on.
+        kind: Class of the sampling parameters, which knows the possible numbers of frames.
     """
-    return max(1, round((seconds * fps - 1) / unit) * unit + 1)
+    unit, remainder = kind.frames_unit, kind.frames_remainder
+    return max(remainder, round((seconds * fps - remainder) / unit) * unit + remainder)
 
 
 def extra_params(kind: Any) -> dict[str, Param]:
@@ -190,8 +191,9 @@ class CommonSampling:
 
     #: Number of pixels of which height and width must be multiples.
     side_unit: ClassVar[int] = 8
-    #: Divisor of the number of frames minus 1, such as 4 for 1, 5, 9 and so on frames.
+    #: Divisor of the number of frames minus `frames_remainder`, such as 4 for 1, 5, 9 and so on.
     frames_unit: ClassVar[int] = 1
+    frames_remainder: ClassVar[int] = 1
     #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
     #: positions of all frames.
     latent_axes: ClassVar[str] = "BCFHW"
@@ -244,15 +246,17 @@ class CommonSampling:
         )
 
     def _check_frames(self) -> None:
-        unit, frames = self.frames_unit, self.num_frames or 1
-        below = (frames - 1) // unit * unit + 1  # diffusers rounds other numbers
+        unit, remainder = self.frames_unit, self.frames_remainder
+        frames = remainder if self.num_frames is None else self.num_frames
+        # diffusers would round other numbers.
+        below = max(0, frames - remainder) // unit * unit + remainder
         require(
             frames == below,
-            f"`num_frames` must be a multiple of {unit} plus 1, got {frames}",
+            f"`num_frames` must be a multiple of {unit} plus {remainder}, got {frames}",
             f"nearest: `num_frames` {below} or `num_frames` {below + unit}",
             frames=frames,
             unit=unit,
-            remainder=1,
+            remainder=remainder,
             nearest=[below, below + unit],
         )
 

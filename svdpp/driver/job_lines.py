@@ -346,7 +346,7 @@ class LineReader:
             wrong = f"must be above 0 and at most {MAX_FRAMES}, got {shown(seconds)}"
             raise RequestError(wrong, details={"value": seconds, "highest": MAX_FRAMES})
         fps = as_whole(changes.get("fps", self._defaults.sampling.fps))
-        frames = frames_of_seconds(seconds, fps, self._kind.frames_unit)
+        frames = frames_of_seconds(seconds, fps, self._kind)
         if frames > MAX_FRAMES:
             raise RequestError(
                 f"{seconds:g} seconds of {fps} frames are {frames} frames, and the limit is "

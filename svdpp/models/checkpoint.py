@@ -555,7 +555,7 @@ def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any
 
 
 def has_weights(part: str) -> bool:
-    """Whether a component has weights; tokenizers, processors and guiders have none."""
+    """Whether a component has weights; tokenizers, processors, guiders and schedulers have none."""
     return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
 
 
@@ -716,7 +716,7 @@ _QUANTISED_HINT = (
 #: Dtypes that safetensors files use for quantised weights, which cannot be used without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
-_WITHOUT_WEIGHTS = ("processor", "extractor", "guider")
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",

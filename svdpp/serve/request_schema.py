@@ -407,6 +407,7 @@ class Capabilities:
                 "max_frames": self.max_frames,
                 "max_steps": self.max_steps,
                 "frames_unit": self.sampling.frames_unit,
+                "frames_remainder": self.sampling.frames_remainder,
                 "priority": [0, MAX_PRIORITY],
                 **limits,
             },
@@ -498,8 +499,7 @@ class Capabilities:
                 422, "frames_and_seconds", text, "send either frames or seconds", field="seconds"
             )
         fps = as_whole(request.value("fps") or self.sampling.fps)
-        unit = self.sampling.frames_unit
-        frames = frames_of_seconds(request.seconds, fps, unit)
+        frames = frames_of_seconds(request.seconds, fps, type(self.sampling))
         if frames > self.max_frames:
             text = (
                 f"{request.seconds:g} seconds at {fps} fps are {frames} frames, and this server "

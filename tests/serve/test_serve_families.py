@@ -112,6 +112,7 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
     assert not {"motion_bucket_id", "fit"} & {*model["fields"], *model["defaults"]}
     assert model["limits"]["frames_unit"] == 4
+    assert model["limits"]["frames_remainder"] == 1
     form = wan.form_schema()
     assert form["required"] == ["prompt"]
     assert "input_reference" not in form["properties"]

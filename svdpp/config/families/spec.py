@@ -105,6 +105,9 @@ class ModularSpec:
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
     """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
     is None, the scale is that of `guidance_scale`."""
+    first_frames: Callable[[Any], int] = lambda _: 0
+    """Returns the frames by which the latent before the first step is longer than the results of
+    steps, from the sampling parameters: those of images, which no step changes."""
 
 
 @dataclass(frozen=True, kw_only=True)

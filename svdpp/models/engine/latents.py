@@ -17,6 +17,7 @@ from svdpp.models.checkpoint import Checkpoint
 # Names of the pipeline attributes with the VAE's compression factors: pixels of a side, or frames,
 # for each position of the latent.
 _SPATIAL = (
+    "canvas_multiple",
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
     "vae_scale_factor",
 )
@@ -49,13 +50,13 @@ def latent_spec(
         "stepped from text": is_stepped and not sampling.from_image,
     }
     return LatentSpec(
-        shape=_shape(pipe, spec, sampling),
+        shape=_shape(pipe, spec, sampling, step),
         dtype=dtype if is_cast[spec.latent_dtype] else "fp32",
         dims=sampling.latent_axes,
     )
 
 
-def _shape(pipe: Any, spec: FamilySpec, sampling: Any) -> tuple[int, ...]:
+def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int) -> tuple[int, ...]:
     side, unit = _first(pipe, _SPATIAL), _first(pipe, _TEMPORAL)
     sizes = {
         "B": 1,
@@ -64,6 +65,8 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any) -> tuple[int, ...]:
         "H": sampling.height // side,
         "W": sampling.width // side,
     }
+    if spec.modular is not None and step == 0:
+        sizes["F"] += spec.modular.first_frames(sampling)
     sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
     return tuple(sizes[axis] for axis in sampling.latent_axes)
 

@@ -231,14 +231,30 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
         super().__init__(tokenizer)
 
 
+def without_videos(cls: Any) -> Any:
+    """Return a subclass of a class of processors, without the part that reads videos.
+
+    That part needs torchvision, and clips from text or images do not use it. All else is the same.
+    """
+
+    def __init__(
+        self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None
+    ) -> None:
+        cls.__init__(self, image_processor, tokenizer, chat_template=chat_template)
+
+    members = {"__init__": __init__, "__module__": cls.__module__}
+    members["get_attributes"] = classmethod(lambda _: ["image_processor", "tokenizer"])
+    return type(cls.__name__, (cls,), members)
+
+
 def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
-    """Load a component that has no weights: a tokenizer, an image processor or a guider.
+    """Load a component that has no weights: a tokenizer, a processor, a guider or a scheduler.
 
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component and of its folder.
-        cls: Class of the component. If it is a processor of text and images, only the tokenizer is
-            loaded.
+        cls: Class of the component. If it is a processor of text and images, its tokenizer is
+            loaded as a tokenizer, and all but the part for videos otherwise.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -253,7 +269,8 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
             return cls.from_pretrained(folder, local_files_only=True)
         local = {"local_files_only": True, "trust_remote_code": False}
         if not part.startswith("tokenizer"):
-            return cls.from_pretrained(folder, **local)
+            has_videos = "video_processor" in cls.get_attributes()
+            return (without_videos(cls) if has_videos else cls).from_pretrained(folder, **local)
         return TextProcessor(transformers.AutoTokenizer.from_pretrained(folder, **local))
 
 

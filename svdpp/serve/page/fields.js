@@ -36,6 +36,7 @@ export function showModelFields(model) {
   }
   for (const name of names) limit(field(name), model.fields[name]);
   field("frames").step = model.limits.frames_unit;
+  field("frames").min = model.limits.frames_remainder;
 }
 
 function showPhotoField(use) {

@@ -86,8 +86,11 @@ function limitText(input) {
   if (input.type === "file") return "Choose a file.";
   if (isPromptMissing(input)) return "Say what happens in the clip.";
   if (input.name === "seed") return "A whole number, or empty.";
-  const unit = Number(input.step);
-  if (unit > 1) return `A multiple of ${unit} plus 1: 1, ${1 + unit}, ${1 + 2 * unit}, up to ${input.max}.`;
+  const [unit, least] = [Number(input.step), Number(input.min)];
+  if (unit > 1) {
+    const first = `${least}, ${least + unit}, ${least + 2 * unit}`;
+    return `A multiple of ${unit} plus ${least}: ${first}, up to ${input.max}.`;
+  }
   const whole = input.step === "1" ? "A whole number" : "A number";
   if (input.max) return `${whole} from ${input.min} to ${input.max}.`;
   return `${whole} of ${input.min} or more.`;

@@ -1,0 +1,103 @@
+"""MiniMax-H3, which makes video and sound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from svdpp.config.families.spec import CheckedCheckpoint, FamilySpec, ModularSpec, two_images
+from svdpp.config.limits import require
+from svdpp.config.sampling import PromptedSampling
+
+
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxH3Sampling(PromptedSampling):
+    """The parameters of diffusers' `MiniMaxH3ModularPipeline`, with defaults."""
+
+    side_unit: ClassVar[int] = 32
+    frames_unit: ClassVar[int] = 17
+    frames_remainder: ClassVar[int] = 5
+    latent_axes: ClassVar[str] = "NC"
+
+    family: Literal["minimax_h3"] = "minimax_h3"
+    height: int = 768
+    width: int = 1344
+    num_frames: int = 124
+    fps: float = 24
+    guidance_scale: float = 1.0
+    max_sequence_length: int = 4096
+
+
+#: Parameters of all families that the pipeline does not have, and the reason.
+_FIXED = {
+    "fps": "the model makes the sound for this rate",
+    "guidance_scale": "the model runs without guidance",
+    "max_sequence_length": "the pipeline reads the whole prompt",
+}
+
+
+def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
+    for name, reason in _FIXED.items():
+        value, only = getattr(sampling, name), getattr(MiniMaxH3Sampling, name)
+        require(
+            value == only,
+            f"`{name}` must be {only}, got {value}: {reason}",
+            "leave it out",
+            field=name,
+            value=value,
+        )
+
+
+def _latent_channels(pipe: Any) -> int:
+    """Return the channels of a row of the latent, which has all values of one patch."""
+    return int(pipe.vae_latent_channels) * math.prod(pipe.patch_size)
+
+
+def _latent_frames(pipe: Any, sampling: Any, _: int) -> int:
+    per_chunk, latents = int(pipe.vae_frames_per_chunk), int(pipe.vae_latents_per_chunk)
+    return int((sampling.frames - latents) // per_chunk * latents + 2)
+
+
+def _frames_of_images(sampling: Any) -> int:
+    """Return the frames of the first and the last image, which the first latent begins with."""
+    return int(sampling.from_image) + int(sampling.has_last_image)
+
+
+MINIMAX_H3 = FamilySpec(
+    sampling=MiniMaxH3Sampling,
+    title="MiniMax-H3",
+    example="MiniMaxAI/MiniMax-H3",
+    license="MiniMax H3 Community License",
+    denoiser="MiniMaxH3Transformer3DModel",
+    text_pipeline="MiniMaxH3ModularPipeline",
+    image_pipeline="MiniMaxH3ModularPipeline",
+    last_image_arguments=two_images,
+    text_and_image=True,
+    schedulers=("MiniMaxH3Scheduler",),
+    encode_components=("tokenizer", "processor", "text_encoder"),
+    decode_components=("vae", "audio_vae"),
+    shared_components=("audio_scheduler",),
+    component_classes={
+        "processor": "Qwen3VLProcessor",
+        "text_encoder": "Qwen3VLForConditionalGeneration",
+        "audio_vae": "AutoencoderKLMiniMaxH3Audio",
+        "audio_scheduler": "MiniMaxH3Scheduler",
+    },
+    loras=False,
+    latent_channels=_latent_channels,
+    latent_frames=_latent_frames,
+    # A frame less or more would be another duration, which the pipeline refuses.
+    frame_limits=(124, 345, "which are 5 to 15 seconds"),
+    check_sampling=_check_sampling,
+    # The pipeline makes one step less than it is asked for: the last of its noise levels is 0.
+    call_arguments=lambda sampling: {"num_inference_steps": sampling.num_inference_steps + 1},
+    modular=ModularSpec(
+        blocks=("MiniMaxH3Blocks",),
+        audio="audio",
+        audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
+        first_frames=_frames_of_images,
+    ),
+)
+
+FAMILIES = (MINIMAX_H3,)
