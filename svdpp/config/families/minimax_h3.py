@@ -46,6 +46,7 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
             "leave it out",
             field=name,
             value=value,
+            expected=only,
         )
 
 
