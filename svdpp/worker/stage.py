@@ -54,9 +54,9 @@ from svdpp.worker.rank_context import ClipCancelledError, RankContext
 _MODELS_KEPT = 8
 # Maximum number of kinds of packets for which the tensor specs of the first packet are remembered.
 _KINDS_KEPT = 256
-# Prefix of the names of tensors that the encode recorded, whose sizes may depend on prompt or
-# image.
-_RECORD = "record."
+# Prefixes of the names of tensors that the encode recorded, or that are in the state of a modular
+# pipeline. Their sizes may depend on prompt or image.
+_ENCODED = ("record.", "state.", "block.")
 
 
 class PipelineStage:
@@ -456,9 +456,10 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """Return the spec that a received tensor must have, given the first packet of the same kind.
 
-    A tensor that the encode recorded may have another shape than in the first packet, but not
-    another dtype or number of dimensions. The structure may also have another shape, because it is
-    text that contains shapes. All other tensors must have the spec of the first packet.
+    A tensor that the encode recorded, or of a modular pipeline's state, may have another shape than
+    in the first packet, but not another dtype or number of dimensions. The structure may also have
+    another shape, because it is text that contains shapes. All other tensors must have the spec of
+    the first packet.
 
     Args:
         name: Name of the tensor.
@@ -466,7 +467,7 @@ def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> Tens
             structure lacks the tensor.
         first: Spec of the tensor in the first packet of the same kind.
     """
-    if spec is None or not (name == STRUCTURE or name.startswith(_RECORD)):
+    if spec is None or not (name == STRUCTURE or name.startswith(_ENCODED)):
         return first
     is_alike = (spec.dtype, len(spec.shape)) == (first.dtype, len(first.shape))
     return spec if is_alike else first

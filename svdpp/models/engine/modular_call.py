@@ -346,8 +346,7 @@ class ModularCall:
                 BlockState that it began with.
         """
         packer = self._packer = StatePacker(self.pipe.components)
-        if self._latents is not None:
-            packer.pack(self._latents, LATENTS)
+        latents = None if self._latents is None else packer.pack(self._latents, LATENTS)
         values: dict[str, Any] = {}
         if place is not None:
             values = _values_of(self._block_state)
@@ -371,6 +370,7 @@ class ModularCall:
         ]
         self._structure = {
             "steps": self._steps,
+            "latents": latents,  # which need not be a part of the state
             "block": self._num_begun - 1,
             "selected": self._selected[: self._num_selects],
             "state": self._packed_state(values),

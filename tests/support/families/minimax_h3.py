@@ -72,7 +72,14 @@ def _processor(tokenizer: Any) -> Any:
 
 
 PARTS = {"minimax_h3": _minimax_h3}
-_UNREAD = {"latents": "steps read the rows of images and of the latent together"}
+_UNREAD = {
+    "latents": "steps read the rows of images and of the latent together",
+    **dict.fromkeys(
+        ("block.row_timestep_plan.0.0", "block.row_timestep_plan.0.1"),
+        "the list has timesteps of all steps, and only the first step reads these",
+    ),
+    "state.text_token_tags": "blocks of clips from text read it, which are not run from an image",
+}
 CASES = {
     "minimax-h3": Case(
         "minimax_h3",
