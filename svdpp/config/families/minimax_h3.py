@@ -52,7 +52,7 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 def _latent_channels(pipe: Any) -> int:
     """Return the channels of a row of the latent, which has all values of one patch."""
-    return int(pipe.vae_latent_channels) * math.prod(pipe.patch_size)
+    return int(pipe.vae_latent_channels * math.prod(pipe.patch_size))
 
 
 def _latent_frames(pipe: Any, sampling: Any, _: int) -> int:
