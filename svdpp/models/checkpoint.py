@@ -556,7 +556,12 @@ def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any
 
 def has_weights(part: str) -> bool:
     """Whether a component has weights; tokenizers, processors, guiders and schedulers have none."""
-    return not part.startswith("tokenizer") and not part.endswith(_WITHOUT_WEIGHTS)
+    return not is_tokenizer(part) and not part.endswith(_WITHOUT_WEIGHTS)
+
+
+def is_tokenizer(part: str) -> bool:
+    """Whether a component is a tokenizer of text; tokenizers of sound are models with weights."""
+    return part.startswith(("tokenizer", "text_tokenizer"))
 
 
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:

@@ -40,7 +40,7 @@ MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo 
 #: Patterns of the files without weights (a few megabytes), for models of all families.
 _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
-    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "guider/*"),
+    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*", "guider/*"),
 )
 # Patterns of pickles and programs, which a tokenizer's folder may contain.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")

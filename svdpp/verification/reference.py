@@ -45,7 +45,7 @@ from svdpp.models.engine.records import (
     patch_methods,
     scheduler_changes,
     scheduler_snapshot,
-    tensors_in,
+    step_latent,
 )
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
@@ -251,7 +251,8 @@ class Reference:
         if spec.modular is None:
             frames, audio = output.frames[0], output.get("audio")
         else:
-            frames = output.values[spec.modular.videos][0]
+            video = output.values[spec.modular.videos]
+            frames = video[0] if spec.modular.has_video_batch else video
             audio = output.values.get(spec.modular.audio)
         sound = to_audio(pipe, audio, rate=audio_rate(spec))
         return steps.latent, stack_frames(frames), sound
@@ -371,7 +372,7 @@ class _StepObserver:
         """Call `scheduler.step`. The first call after those of the denoisers ends a step."""
         result = real(*args, **kwargs)
         if self._has_evaluated:
-            self.end(None, 0, None, {LATENTS: tensors_in(result)[0]})
+            self.end(None, 0, None, {LATENTS: step_latent(result)})
         return result
 
     def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -219,6 +219,7 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("wan22-modular", MODULAR_INDEX, {"transformer_2": None}, "transformer_2 is missing"),
         ("wan-modular", MODULAR_INDEX, {"boundary_ratio": 0.9}, "the model has two experts"),
         ("wan-modular", MODULAR_INDEX, {"expand_timesteps": True}, "only for Wan 2.2 5B"),
+        ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Union
 from svdpp.config.families import (
     allegro,
     cogvideox,
+    cosmos3,
     framepack,
     helios,
     hunyuan_video,
@@ -47,6 +48,7 @@ _SPECS: tuple[FamilySpec, ...] = (
     *allegro.FAMILIES,
     *latte.FAMILIES,
     *sana_video.FAMILIES,
+    *cosmos3.FAMILIES,
 )
 
 #: Spec of each family, by name.

@@ -98,6 +98,8 @@ class ModularSpec:
     """Class names of the trees of blocks that are proven; one of them is the pipeline's default."""
     videos: str = "videos"
     """Name of the decoded video in the final state."""
+    has_video_batch: bool = True
+    """Whether the decoded video is a batch of one; otherwise it is the frames themselves."""
     audio: str | None = None
     """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
     audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
@@ -154,6 +156,8 @@ class FamilySpec:
     """Whether every checkpoint can make clips from text and from an image, because the text
     pipeline and the image pipeline have the same components."""
     takes_prompt: bool = True
+    cuts_prompts: bool = True
+    """Whether the pipeline cuts prompts at `max_sequence_length` tokens."""
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")

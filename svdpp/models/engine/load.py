@@ -23,7 +23,7 @@ from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
-from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.checkpoint import Checkpoint, has_weights, is_tokenizer
 from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.files import library_errors, read_safetensors_header, short_repr
 from svdpp.plan.roles import Roles
@@ -268,7 +268,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
         if not issubclass(cls, ProcessorMixin):
             return cls.from_pretrained(folder, local_files_only=True)
         local = {"local_files_only": True, "trust_remote_code": False}
-        if not part.startswith("tokenizer"):
+        if not is_tokenizer(part):
             has_videos = "video_processor" in cls.get_attributes()
             return (without_videos(cls) if has_videos else cls).from_pretrained(folder, **local)
         return TextProcessor(transformers.AutoTokenizer.from_pretrained(folder, **local))
@@ -284,7 +284,7 @@ def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         part: load_processor(checkpoint, part, cls)
         for part, cls in tokenizers.items()
-        if part.startswith("tokenizer") and issubclass(cls, ProcessorMixin)
+        if is_tokenizer(part) and issubclass(cls, ProcessorMixin)
     }
 
 

@@ -46,7 +46,7 @@ from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, AfterStep, Tensors
 from svdpp.models.engine.call import global_states
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker, StateUnpacker
-from svdpp.models.engine.records import Node, patch_methods, tensors_differ, tensors_in
+from svdpp.models.engine.records import Node, patch_methods, step_latent, tensors_differ
 
 
 class _Stop(BaseException):
@@ -321,7 +321,7 @@ class ModularCall:
         return result
 
     def _end_step(self, result: Any) -> None:
-        self._latents = tensors_in(result)[0]
+        self._latents = step_latent(result)
         self._ran_step = True
         self._evaluations = 0
         self._steps += 1

@@ -75,7 +75,10 @@ class ModularModel(EngineModel):
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             state = self._later_modular_call(tensors, None).run({})
         names = (self._modular.videos, self._modular.audio)
-        return tuple(state.values[name] for name in names if name is not None)
+        video, *audio = (state.values[name] for name in names if name is not None)
+        if not self._modular.has_video_batch:
+            video = video[None]
+        return video, *audio
 
     def _later_modular_call(
         self, tensors: Tensors, end: int | None, after_step: AfterStep | None = None

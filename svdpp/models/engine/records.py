@@ -253,6 +253,19 @@ def _is_unchanged(before: Any, now: Any) -> bool:
     return before is now or (plain and bool(before == now))
 
 
+#: Most axes of a latent: batch, channels, frames, height and width.
+_LATENT_AXES = 5
+
+
+def step_latent(result: Any) -> torch.Tensor:
+    """Return the latent in the result of a modular pipeline's `scheduler.step`.
+
+    Some pipelines put another batch axis around it.
+    """
+    latent = tensors_in(result)[0]
+    return latent.squeeze(0) if latent.ndim > _LATENT_AXES else latent
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """Return all tensors in a value of nested containers."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
