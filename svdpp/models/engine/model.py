@@ -294,8 +294,8 @@ class EngineModel:
     def truncated_text(self, prompt: str) -> str:
         """Return the end of a prompt that does not fit in `max_sequence_length` tokens.
 
-        The result is empty if the whole prompt fits, or if the pipeline does not cut prompts. Only a
-        rank that encodes has the tokenizer.
+        The result is empty if the whole prompt fits, or if the pipeline does not cut prompts. Only
+        a rank that encodes has the tokenizer.
         """
         if not self._spec.cuts_prompts:
             return ""

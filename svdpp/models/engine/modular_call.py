@@ -346,7 +346,6 @@ class ModularCall:
                 BlockState that it began with.
         """
         packer = self._packer = StatePacker(self.pipe.components)
-        latents = None if self._latents is None else packer.pack(self._latents, LATENTS)
         values: dict[str, Any] = {}
         if place is not None:
             values = _values_of(self._block_state)
@@ -355,6 +354,9 @@ class ModularCall:
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
                     raise self._error(f"changes {name} in place in a block with steps inside")
+        latents = None
+        if self._latents is not None:
+            latents = packer.pack(_same_in(values, self._latents), LATENTS)
         # Values that an iteration writes before it reads them need not travel. This is known only
         # after a whole iteration, and packets must not depend on where their calls began: so not
         # if an iteration has several steps.
@@ -646,6 +648,14 @@ def _values_of(block_state: Any) -> dict[str, Any]:
     """Return the values of a `BlockState` without noting a use of them."""
     values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
     return values
+
+
+def _same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
+    """Return the value that is the tensor itself or an equal view of it, which is packed once."""
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
+            return value
+    return tensor
 
 
 def _is_leaf(block: Any) -> bool:

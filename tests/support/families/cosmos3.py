@@ -30,13 +30,28 @@ def _cosmos3(_: bool) -> Parts:
     }
 
 
+_BLOCK = "block.denoiser_input_fields."
+_UNREAD = {
+    **dict.fromkeys(
+        (
+            "block.cond_vision_segment.vision_mrope_ids",
+            f"{_BLOCK}uncond_vision_segment.vision_mrope_ids",
+            f"{_BLOCK}cond_text_segment.text_mrope_ids",
+            f"{_BLOCK}uncond_text_segment.text_mrope_ids",
+        ),
+        "the position ids, which travel, too, are made of these",
+    ),
+    "block.vision_tokens.0": "a list, which each iteration makes again",
+}
+
 PARTS = {"cosmos3": _cosmos3}
 CASES = {
-    "cosmos3": Case("cosmos3", size(32, 32, 5), negative="blurred"),
+    "cosmos3": Case("cosmos3", size(32, 32, 5), negative="blurred", unread=_UNREAD),
     "cosmos3-image": Case(
         "cosmos3",
         size(32, 32, 5),
         image=True,
+        unread=_UNREAD,
         refused=[({"num_frames": 1}, "a clip from an image needs more than 1 `num_frames`")],
     ),
 }
