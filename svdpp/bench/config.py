@@ -76,6 +76,7 @@ class Model(Section):
     memory_opt: bool = False
     channels_last: bool = False
     vae_tiling: bool = False
+    attention_backend: str | None = None
     latent_shape: list[Positive] = Field(default=[1, 4, 14, 64, 64], min_length=5, max_length=5)
     """Shape of the dummy model's latents: (B, C, F, H, W)."""
 

@@ -17,6 +17,9 @@ from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError, redact
 from svdpp.launch.world import World
 
+#: Widths of the columns with verdicts and names. Few attention backends have longer names.
+_VERDICT_WIDTH, _NAME_WIDTH = 8, 24
+
 app = typer.Typer(add_completion=False)
 
 
@@ -64,9 +67,11 @@ def doctor(
         detail, fix = console.write_fields(found.detail), console.hint(found.fix)
         check = replace(found, detail=detail, fix=fix)
         checks.append(check)
-        console.prose(f"{check.verdict:<8}{check.name:<18}{redact(detail)}", " " * 26)
+        indent = " " * (_VERDICT_WIDTH + _NAME_WIDTH)
+        start = f"{check.verdict:<{_VERDICT_WIDTH}}{check.name:<{_NAME_WIDTH - 1}} "
+        console.prose(f"{start}{redact(detail)}", indent)
         if fix:
-            console.prose(f"{'':26}fix: {redact(fix)}", " " * 26)
+            console.prose(f"{indent}fix: {redact(fix)}", indent)
     failed = [check for check in checks if check.verdict == "failed"]
     examined = {name: getattr(config, name) for name in ("device", "world_size")}
     console.json(

@@ -23,6 +23,7 @@ from svdpp.cli.options.model import parse_seeds
 from svdpp.cli.server_run import ServerRunOptions, run_at_server
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
+from svdpp.config.pipeline import repeats_bits
 from svdpp.errors import (
     InputError,
     Interrupted,
@@ -489,6 +490,11 @@ class RunCommand:
             console.info(
                 "exactness is not claimed, because CFG pairs divide a batch of two; to check it: "
                 "svdpp verify --cfg-parallel 2"
+            )
+        if any(not repeats_bits(each.get("conditions", {})) for each in made):
+            console.info(
+                "not called exact: the attention backend does not repeat its bits here; the same "
+                "options with svdpp verify --atol"
             )
         if exact := [metadata for metadata in made if metadata["exact"] is True]:
             path = shlex.quote(str(out / exact[0]["output"]))

@@ -67,6 +67,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     variant: str | None = None
     lora: list[str] | None = None
     denoiser: list[str] | None = None
+    attention_backend: str | None = None
     local_files_only: bool = False
     memory_opt: bool = False
     channels_last: bool = False

@@ -132,6 +132,10 @@ class ModelConfig:
     LoRAs that are not listed here; these are checked when the request is submitted."""
     denoisers: tuple[Denoiser, ...] = ()
     """GGUF denoisers that replace the denoiser of the checkpoint, or one or both of two experts."""
+    attention_backend: str | None = None
+    """Name of the attention backend with which diffusers runs the denoisers, such as `flash`. A
+    backend changes the bits of clips. None: the default of diffusers, which is torch's own
+    attention."""
     dummy_latent_shape: tuple[int, ...] | None = None
     """Shape (B, C, F, H, W) of the dummy model's latent. None: the shape of SVD's latent at 512
     pixels; if `dummy_sleeps`, a tiny shape, because the computation must be shorter than the
@@ -146,7 +150,7 @@ class ModelConfig:
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_type("model", self.name, str)
         require(bool(self.name.strip()), "`model` is empty", "`model` demo needs no download")
-        for name in ("family", "revision", "variant"):
+        for name in ("family", "revision", "variant", "attention_backend"):
             check_type(name, getattr(self, name), str, type(None))
         loras = self.loras or self.clip_loras
         for name, given in (
@@ -154,6 +158,7 @@ class ModelConfig:
             ("denoisers", self.denoisers),
             ("family", self.family),
             ("vae_tiling", self.vae_tiling),
+            ("attention_backend", self.attention_backend),
         ):
             require(not (given and self.is_dummy), f"the dummy model takes no `{name}`")
         self.dummy_latent  # noqa: B018  checks the shape
@@ -492,6 +497,20 @@ _LATENT_IDENTITY = (
 )
 
 
+#: Name of the condition that says whether the attention backend repeats its bits. Only clips with
+#: `attention_backend` have it. It is measured, so ranks with equal devices may differ in it.
+ATTENTION_REPEATS = "attention_repeats"
+
+
+def repeats_bits(conditions: Mapping[str, Any]) -> bool:
+    """Whether the attention backend gave equal bits for equal inputs when a rank tried it.
+
+    Args:
+        conditions: Conditions of the rank or the clip; see `worker.device.conditions_of`.
+    """
+    return conditions.get(ATTENTION_REPEATS) is not False
+
+
 def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the metadata fields that identify a clip: equal values mean equal clips.
 
@@ -508,7 +527,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # The JSON of clips of svdpp 0.3 has none of these fields.
-    optional = ("lora", "denoiser", "last_image_sha256", "vae_tiling")
+    optional = ("lora", "denoiser", "attention_backend", "last_image_sha256", "vae_tiling")
     added = tuple(name for name in optional if name in metadata)
     if family == "svd":  # without `family`, which the JSON of svdpp 0.3 lacks
         return (*common, *sampling_fields(family))

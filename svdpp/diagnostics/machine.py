@@ -31,6 +31,7 @@ from svdpp.config import (
     SvdSampling,
 )
 from svdpp.config.sampling import PromptedSampling
+from svdpp.diagnostics.attention_trial import BackendTrial, try_backends
 from svdpp.diagnostics.run_metrics import average_costs
 from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve_config
@@ -63,6 +64,7 @@ _VARIABLES = (
     *("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT"),
     *("PIPELINE_BACKEND", "RANK", "LOCAL_RANK", "WORLD_SIZE"),
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "IMAGEIO_FFMPEG_EXE", "TMPDIR"),
+    "DIFFUSERS_ATTN_BACKEND",
 )
 _COMMAND_SECONDS = 10.0
 
@@ -209,7 +211,8 @@ class Check:
     """Result of one check."""
 
     name: str
-    verdict: Literal["ok", "failed", "skipped"]
+    verdict: Literal["ok", "failed", "skipped", "differs"]
+    """`differs`: an attention backend that the run does not use gives other bits each time."""
     detail: str
     """Measured facts, the error's message, or the reason why the check was skipped."""
     fix: str = ""
@@ -237,7 +240,7 @@ def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
         try:
             if missing := [other for other in needed if other not in passed]:
                 raise _Skipped(f"needs {missing[0]}")
-            detail = check(config, out)
+            found = check(config, out)
         except _Skipped as reason:
             yield Check(name=name, verdict="skipped", detail=str(reason))
         except SvdppError as error:
@@ -245,7 +248,10 @@ def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
             yield Check(name=name, verdict="failed", detail=error.message, fix=fix, exit_code=code)
         else:
             passed.add(name)
-            yield Check(name=name, verdict="ok", detail=detail)
+            if isinstance(found, str):
+                yield Check(name=name, verdict="ok", detail=found)
+            else:
+                yield from found
 
 
 def _devices(config: PipelineConfig, _: Path) -> str:
@@ -354,14 +360,47 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
     return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
 
+def _attention(config: PipelineConfig, _: Path) -> list[Check]:
+    """Return a check for each attention backend that runs on the device."""
+    return [_check_of_backend(found) for found in try_backends(config)]
+
+
+def _check_of_backend(found: BackendTrial) -> Check:
+    name = f"attention {found.name}"
+    if found.error is not None:
+        error = found.error
+        return Check(
+            name=name,
+            verdict="failed",
+            detail=error.message,
+            fix=error.hint,
+            exit_code=error.exit_code,
+        )
+    dtypes = " and ".join(found.dtypes)
+    if not found.other_bits_in:
+        detail = f"repeats its bits, also in another process ({dtypes})"
+        return Check(name=name, verdict="ok", detail=detail)
+    detail = f"gives other bits for equal inputs in {' and '.join(found.other_bits_in)}"
+    if not found.is_chosen:
+        return Check(name=name, verdict="differs", detail=detail)
+    return Check(
+        name=name,
+        verdict="failed",
+        detail=detail,
+        fix="leave `attention_backend` out, or verify within a tolerance: `atol`",
+        exit_code=VerificationError.exit_code,
+    )
+
+
 #: Checks by name: the function, and the names of checks that must have passed before.
-_CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str], tuple[str, ...]]] = {
+_CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str | list[Check]], tuple[str, ...]]] = {
     "devices": (_devices, ()),
     "ffmpeg": (_ffmpeg, ()),
     "output folder": (_output_folder, ()),
     "model": (_model, ()),
     "memory": (_memory, ("devices", "model")),
     "transfers": (_transfers, ("devices",)),
+    "attention": (_attention, ("devices",)),
     "cut test": (_cut_test, ("devices",)),
 }
 

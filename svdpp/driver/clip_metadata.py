@@ -98,6 +98,7 @@ def clip_metadata(
         **_denoisers(checkpoint),
         **_fields(config.model, "dtype", "memory_opt", "channels_last"),
         **({"vae_tiling": True} if config.model.vae_tiling else {}),
+        **_attention_backend(config),
         "device": config.device.partition(":")[0],
         "world_size": config.world_size,
         **config.parallel.to_json(),
@@ -105,7 +106,7 @@ def clip_metadata(
         **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
         **_fields(output, "format", "crf"),
-        "versions": versions() | _versions_of_extras(checkpoint, loras),
+        "versions": versions() | _versions_of_extras(config, checkpoint, loras),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }
     return {**metadata, "parameters_sha256": parameters_sha256(metadata)}
@@ -147,9 +148,26 @@ def _denoisers(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"denoiser": recorded} if recorded else {}
 
 
-def _versions_of_extras(checkpoint: Checkpoint, loras: Sequence[LoraFile]) -> dict[str, str]:
-    used = {"peft": loras, "gguf": checkpoint.denoisers}
-    return {name: version(name) for name, files in used.items() if files}
+def _attention_backend(config: PipelineConfig) -> dict[str, Any]:
+    name = config.model.attention_backend
+    return {} if name is None else {"attention_backend": name}
+
+
+#: Package whose kernels an attention backend runs, by the beginning of the backend's name. Other
+#: backends run torch's kernels.
+_ATTENTION_PACKAGES = {
+    **{"_flash_3": "flash_attn_3", "_flash_varlen_3": "flash_attn_3", "flash": "flash_attn"},
+    **{"sage": "sageattention", "_sage": "sageattention", "xformers": "xformers"},
+}
+
+
+def _versions_of_extras(
+    config: PipelineConfig, checkpoint: Checkpoint, loras: Sequence[LoraFile]
+) -> dict[str, str]:
+    backend = config.model.attention_backend or ""
+    packages = [each for name, each in _ATTENTION_PACKAGES.items() if backend.startswith(name)]
+    used = {"peft": loras, "gguf": checkpoint.denoisers, **dict.fromkeys(packages, True)}
+    return {name: version(name) for name, is_used in used.items() if is_used}
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
@@ -208,6 +226,7 @@ class _ClipMetadata(BaseModel):
     memory_opt: bool
     channels_last: bool = False
     vae_tiling: bool = False  # only of a clip with tiles
+    attention_backend: str | None = None  # only of a clip with another one than diffusers' default
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False
@@ -253,7 +272,8 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
 
 # Fields that only some clips have in their metadata.
 _MAY_BE_MISSING = {
-    *("audio_sha256", "lora", "denoiser", "last_image", "last_image_sha256", "vae_tiling"),
+    *("audio_sha256", "lora", "denoiser", "attention_backend"),
+    *("last_image", "last_image_sha256", "vae_tiling"),
 }
 
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}

@@ -151,7 +151,8 @@ class Pipeline(PipelineRanks):
             num_metadata=len(metadata),
             num_clips=len(resolved),
         )
-        if self._is_mixed or divides_batches(self.config, self.checkpoint):
+        is_exact = self._repeats_bits and not self._is_mixed
+        if not is_exact or divides_batches(self.config, self.checkpoint):
             metadata = [{**each, "exact": "unproven"} for each in metadata]
         with self._submit_lock:
             supervisor = self._check_open()

@@ -9,6 +9,7 @@ from dataclasses import asdict, fields, replace
 
 from svdpp.config import PipelineConfig
 from svdpp.config.limits import require
+from svdpp.config.pipeline import ATTENTION_REPEATS, repeats_bits
 from svdpp.driver.clip_metadata import versions
 from svdpp.driver.clips import ClipTracker
 from svdpp.driver.request import PipelineRequest
@@ -115,6 +116,7 @@ class PipelineRanks:
         self._observers: tuple[Observer, ...] = ()
         self._started: dict[int, Started] = {}
         self._is_mixed = False
+        self._repeats_bits = True
         self._clips = ClipTracker(
             lambda message: self._running_supervisor.send_to_all(message),
             latents_folder=latents_folder,
@@ -339,6 +341,9 @@ class PipelineRanks:
                     self._is_mixed = have_mixed_conditions(
                         self._started, self.backend, allowed=allowed
                     )
+                    self._repeats_bits = all(
+                        repeats_bits(event.conditions) for event in self._started.values()
+                    )
             for observer in self._observers:
                 observer(rank, event)
         finally:  # called last, so that observers see a clip's event before the result is available
@@ -401,7 +406,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         {"rank": rank, "condition": name, "value": value, "rank_0_value": first}
         for rank, event in sorted(started.items())
         for name, value in event.conditions.items()
-        if value != (first := started[0].conditions.get(name))
+        if name != ATTENTION_REPEATS and value != (first := started[0].conditions.get(name))
     ]
     if differences and not allowed:
         found = differences[0]

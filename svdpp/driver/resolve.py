@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -18,6 +19,9 @@ from svdpp.plan.layout import check_chunks
 from svdpp.plan.roles import Roles
 from svdpp.worker.routes import resolve_clip_config
 
+#: Environment variable in which diffusers reads its default attention backend, and the value that
+#: diffusers uses if the variable is not set.
+_BACKEND_VARIABLE, _DEFAULT_BACKEND = "DIFFUSERS_ATTN_BACKEND", "native"
 #: Components whose weights must be present: no components, components that ranks on this host load,
 #: or all components.
 Weights = Literal["none", "host", "all"]
@@ -50,6 +54,7 @@ def resolve_config(
         return _with_model_defaults(config, None), None
     if checkpoint is None:
         checkpoint = find_checkpoint(config.model, weights=False)
+    _check_attention_backend(config.model, checkpoint)
     with_defaults = _with_model_defaults(config, checkpoint)
     if weights == "none":
         return with_defaults, checkpoint
@@ -63,6 +68,21 @@ def resolve_config(
 
         check_loras_fit(checkpoint.clip_loras.values(), checkpoint)
     return _with_model_defaults(config, checkpoint), checkpoint
+
+
+def _check_attention_backend(model: ModelConfig, checkpoint: Checkpoint) -> None:
+    name, of_variable = model.attention_backend, os.environ.get(_BACKEND_VARIABLE)
+    if of_variable not in (None, "", _DEFAULT_BACKEND, name):
+        raise RequestError(
+            f"{_BACKEND_VARIABLE} is {of_variable!r}: it would change the bits of clips without a "
+            "record",
+            f"unset {_BACKEND_VARIABLE}; `attention_backend` does the same and is recorded",
+            details={"variable": _BACKEND_VARIABLE, "value": of_variable},
+        )
+    if name is not None:
+        from svdpp.models.engine.attention import check_attention_backend  # diffusers: seconds
+
+        check_attention_backend(name, checkpoint)
 
 
 def components_on_host(

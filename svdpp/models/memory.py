@@ -32,6 +32,7 @@ from svdpp.errors import ModelError, RequestError, SvdppError, first_line
 from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, has_weights
 from svdpp.models.engine import load
+from svdpp.models.engine.attention import set_attention_backend
 from svdpp.models.engine.factory import model_class
 from svdpp.models.engine.gguf_denoisers import quantise_fake
 from svdpp.models.engine.model import blank_input
@@ -132,6 +133,8 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
+#: Attention backend that keeps all weights of an attention in memory at once.
+_MATH = "_native_math"
 #: FLOP formula of the CPU's attention kernel; torch has formulas only for the kernels of GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
@@ -274,6 +277,8 @@ class _FakeModel:
                     else:
                         _check_weights(checkpoint, part, parts[part])
                 load.apply_memory_options(checkpoint, part, parts[part], model)
+                if model.attention_backend == _MATH and part in checkpoint.spec.denoisers:
+                    set_attention_backend(parts[part], _MATH)
             else:
                 parts[part] = load.load_processor(checkpoint, part, cls)
         self._modules = {part: each for part, each in parts.items() if has_weights(part)}

@@ -51,6 +51,7 @@ _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
     "lora": "this server offers no LoRAs: --lora-dir at its start names a folder of LoRA files",
     "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
+    "attention_backend": "the server's backend is chosen at its start, by --attention-backend",
     "video_reference": "send the video as the field input_reference, if the model takes a video",
     "boundary_ratio": "the value of the checkpoint is used",
     "guidance_rescale": "this model does not use guidance_rescale",

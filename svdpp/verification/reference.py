@@ -26,6 +26,7 @@ from svdpp.media.inputs import read_input
 from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.attention import as_process_default, set_attention_backend
 from svdpp.models.engine.call import hooked_scheduler_class, step_callback
 from svdpp.models.engine.gguf_denoisers import load_denoiser
 from svdpp.models.engine.load import (
@@ -210,6 +211,10 @@ class Reference:
         self._loras = PipelineLoras(self.pipe, checkpoint, local_files_only=model.local_files_only)
         for part in {"vae", *checkpoint.spec.denoisers} & self.pipe.components.keys():
             apply_memory_options(checkpoint, part, getattr(self.pipe, part), model)
+        self._attention_backend = model.attention_backend
+        if self._attention_backend is not None:
+            for part in {*checkpoint.spec.denoisers} & {*checkpoint.weighted_components}:
+                set_attention_backend(getattr(self.pipe, part), self._attention_backend)
 
     def run(
         self,
@@ -247,6 +252,8 @@ class Reference:
                 patches.enter_context(patch_methods(pipe.scheduler, step=step))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
+            # As after diffusers' own `set_attention_backend`, which also sets the default.
+            patches.enter_context(as_process_default(self._attention_backend))
             output = pipe(**arguments, **callback, output_type="pil")
         if spec.modular is None:
             frames, audio = output.frames[0], output.get("audio")

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from svdpp.config.pipeline import repeats_bits
 from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.worker.tensor_files import tensor_sha256
 
@@ -161,14 +162,15 @@ class VerificationResult:
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
-            return f"bitwise equal: {compared} with {self.reference}"
+            return f"bitwise equal: {compared} with {self.reference}{self._remark}"
         largest = f"largest difference {self.largest.distance}, {self.largest.place}"
         first = self.first_difference
         if first is None:
-            return f"within tolerance ({largest}; {self.tolerance}): {compared}, not all bitwise"
+            within = f"within tolerance ({largest}; {self.tolerance})"
+            return f"{within}: {compared}, not all bitwise{self._remark}"
         if self.tolerance.is_bitwise:
-            return f"not equal: {first}{self._cause}"
-        return f"different, beyond {self.tolerance}: {first}; {largest}{self._cause}"
+            return f"not equal: {first}{self._cause}{self._remark}"
+        return f"different, beyond {self.tolerance}: {first}; {largest}{self._cause}{self._remark}"
 
     @property
     def _cause(self) -> str:
@@ -176,6 +178,16 @@ class VerificationResult:
             return ""
         sides = " and ".join(f"the {side}" for side in self.short_of_memory)
         return f". GPU memory ran short in {sides}: cuDNN may have used another kernel there"
+
+    @property
+    def _remark(self) -> str:
+        if repeats_bits(self.conditions):
+            return ""
+        backend = self.conditions.get("attention_backend")
+        remark = f". The attention backend {backend} does not repeat its bits here"
+        if self.tolerance.is_bitwise:
+            return f"{remark}: only a tolerance (atol) allows for that"
+        return remark
 
     def failure_details(self) -> dict[str, Any]:
         """Return the first check that fails and the largest difference, for an error's details."""

@@ -26,6 +26,7 @@ from svdpp.errors import (
 from svdpp.launch import gpus, process_group
 from svdpp.launch.world import World
 from svdpp.media import output_files
+from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Action, Kind
 
@@ -69,8 +70,12 @@ def conditions_of(
         device: Name of the rank's device.
 
     Returns:
-        JSON values by name: settings of torch and, on a GPU, the GPU's model and the
-        versions of libraries.
+        JSON values by name: settings of torch; on a GPU also the GPU's model and the versions of
+        libraries; with an attention backend also its name and whether it repeats its bits on this
+        device.
+
+    Raises:
+        RequestError: The attention backend does not run on the device in the model's dtype.
     """
     conditions: dict[str, Any] = {
         "memory_format": "channels_last" if config.model.channels_last else "contiguous",
@@ -79,6 +84,13 @@ def conditions_of(
     }
     if device.startswith("cuda"):
         conditions |= _gpu_conditions(device)
+    if config.model.attention_backend is not None:
+        from svdpp.models.engine.attention import (
+            attention_conditions,
+        )  # takes seconds, as it imports diffusers
+
+        dtype = DTYPES[config.model.dtype]
+        conditions |= attention_conditions(config.model.attention_backend, device, dtype)
     # The class of SVD's feature extractor depends on the installed libraries.
     part = "feature_extractor"
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):

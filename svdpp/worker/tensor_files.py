@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 
 from svdpp.comm.packet import Packet
+from svdpp.config.pipeline import ATTENTION_REPEATS
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
 from svdpp.media.video import Frames
@@ -143,9 +144,11 @@ class LatentCheckpoints:
             raise unfit("is damaged: the hash of its tensors is wrong")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
+            # Whether an attention backend repeats its bits is measured, so that equal machines may
+            # differ in it. It is not compared.
+            names = (current.keys() | before.keys()) - {ATTENTION_REPEATS}
             # Hosts without a shared folder have only the weights of their own ranks, so only weight
             # files that are known on both sides are compared.
-            names = current.keys() | before.keys()
             if kind == "weights":
                 names = current.keys() & before.keys()
             for each in sorted(names):

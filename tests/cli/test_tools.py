@@ -36,8 +36,12 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
         "demo on 2 cpu ranks has what it needs\n"
         f"svdpp run has another default model: svdpp doctor --model {DEFAULT_MODEL}\n"
     )
-    verdicts = [line[:26].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
-    names = ["devices", "ffmpeg", "output folder", "model", "memory", "transfers", "cut test"]
+    verdicts = [line[:32].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
+    names = [
+        *("devices", "ffmpeg", "output folder", "model", "memory", "transfers"),
+        # Those whose packages are in the extras of no test, and run on a CPU.
+        *("attention native", "attention _native_flash", "attention _native_math", "cut test"),
+    ]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
     assert not (tmp_path / "out").exists()
 
@@ -53,9 +57,9 @@ def test_a_broken_machine_names_every_fix(tmp_path: Path) -> None:
         for more in ((), ("--json",))
     )
 
-    assert words.err == f"{BEGIN}\n4 of 7 checks failed\n"
-    assert "failed  ffmpeg            mp4 needs ffmpeg, which was not found\n" in words.out
-    assert "\n" + " " * 26 + "fix: pip install imageio-ffmpeg\n" in words.out
+    assert words.err == f"{BEGIN}\n4 of 8 checks failed\n"
+    assert f"failed  {'ffmpeg':<24}mp4 needs ffmpeg, which was not found\n" in words.out
+    assert "\n" + " " * 32 + "fix: pip install imageio-ffmpeg\n" in words.out
     report = json.loads(answer.out)
     checks = {check["name"]: check for check in report["checks"]}
     assert not report["healthy"]
@@ -65,7 +69,7 @@ def test_a_broken_machine_names_every_fix(tmp_path: Path) -> None:
     assert failed == {"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5}
     fixes = {"devices": "--device cpu", "output folder": "--out", "model": "--model"}
     assert all(words in checks[name]["fix"] for name, words in fixes.items())
-    for name in ("memory", "transfers", "cut test"):
+    for name in ("memory", "transfers", "attention", "cut test"):
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
 
 

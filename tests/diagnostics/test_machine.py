@@ -12,9 +12,10 @@ import torch
 
 from svdpp import ParallelConfig, __version__
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
-from svdpp.diagnostics import machine
+from svdpp.diagnostics import attention_trial, machine
 from svdpp.diagnostics.machine import cpu_model, environment, median_costs
 from svdpp.driver.trace import Trace
+from svdpp.errors import RequestError, error_to_dict
 from svdpp.launch import gpus
 from svdpp.launch.gpus import available_bytes
 from svdpp.launch.world import World
@@ -72,6 +73,46 @@ def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.detail.startswith(
         "the bits differ from those of diffusers' whole call: clip 0, the latent"
     )
+
+
+@pytest.mark.parametrize("chosen", [None, "sage"])
+def test_a_backend_that_does_not_repeat_fails_only_a_run_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+) -> None:
+    first = {"fp32": ["a", "a"], "bf16": ["b", "b"]}
+    refused = {"fp32": error_to_dict(RequestError("no fp32")), "bf16": ["c", "c"]}
+    never = {name: error_to_dict(RequestError("never")) for name in first}
+    processes = [
+        {"native": first, "_native_cudnn": never, "_native_flash": refused, "sage": first},
+        {"native": first, "_native_cudnn": never, "_native_flash": refused}
+        | {"sage": {"fp32": ["a", "a"], "bf16": ["b", "d"]}},
+    ]
+    monkeypatch.setattr(attention_trial, "_run_processes", lambda _: processes)
+    names = ("devices", "attention")
+    monkeypatch.setattr(machine, "_CHECKS", {name: machine._CHECKS[name] for name in names})
+    model = ModelConfig(name="any", attention_backend=chosen)
+    config = PipelineConfig(world_size=1, model=model)
+    _, native, flash, sage = machine.run_checks(config, tmp_path)
+    repeats = "repeats its bits, also in another process"
+    assert (native.name, native.verdict) == ("attention native", "ok")
+    assert native.detail == f"{repeats} (fp32 and bf16)"
+    assert (flash.name, flash.detail) == ("attention _native_flash", f"{repeats} (bf16)")
+    assert sage.detail == "gives other bits for equal inputs in bf16"
+    expected = ("differs", 0) if chosen is None else ("failed", 3)
+    assert (sage.verdict, sage.exit_code) == expected
+
+
+def test_a_chosen_backend_that_does_not_run_in_its_dtype_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"flash": {"fp32": error_to_dict(RequestError("no fp32", "try")), "bf16": ["c"]}}
+    monkeypatch.setattr(attention_trial, "_run_processes", lambda _: [found, found])
+    names = ("devices", "attention")
+    monkeypatch.setattr(machine, "_CHECKS", {name: machine._CHECKS[name] for name in names})
+    model = ModelConfig(name="any", attention_backend="flash")
+    _, flash = machine.run_checks(PipelineConfig(world_size=1, model=model), tmp_path)
+    assert (flash.verdict, flash.exit_code) == ("failed", 2)
+    assert (flash.detail, flash.fix) == ("no fp32", "try")
 
 
 # --- the costs, of a bench and of `svdpp profile` -------------------------------------------------

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from svdpp.config import Lora, ModelConfig, OutputConfig, PipelineConfig, SvdSampling, WanSampling
 from svdpp.config.pipeline import latents_key, parameters_sha256
+from svdpp.driver import clip_metadata as metadata_module
 from svdpp.driver.clip_metadata import (
     check_clip_metadata,
     clip_metadata,
@@ -89,6 +90,30 @@ def test_another_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -
     records = [_record(str(folder), tmp_path, channels_last=on) for on in (False, True)]
     assert len(set(map(parameters_sha256, records))) == 2
     assert len({latents_key(record, weights) for record in records}) == 2
+
+
+def test_another_attention_backend_is_another_clip(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one nothing is recorded, as in the JSON of earlier clips."""
+    monkeypatch.setattr(metadata_module, "version", lambda package: f"version of {package}")
+    checkpoint = find_checkpoint(ModelConfig(name=str(save_tiny_wan(tmp_path / "wan"))))
+    output = OutputConfig(path=str(tmp_path / "a.mp4"))
+    records = []
+    for name in (None, "native", "sage"):
+        model = ModelConfig(name=checkpoint.name, attention_backend=name)
+        config = PipelineConfig(world_size=2, model=model, sampling=WanSampling())
+        inputs = ClipInput(None, "a cat", None)
+        records.append(clip_metadata(inputs, 0, output, config, checkpoint))
+    assert "attention_backend" not in records[0]
+    assert [each["attention_backend"] for each in records[1:]] == ["native", "sage"]
+    assert len(set(map(parameters_sha256, records))) == 3
+    assert len({latents_key(record, weights_identity(checkpoint)) for record in records}) == 3
+    assert records[2]["versions"]["sageattention"] == "version of sageattention"
+    assert "sageattention" not in records[1]["versions"]
+    hashes = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
+    read = [check_clip_metadata({**record, **hashes}, "x") for record in records]
+    assert [parameters_sha256(each) for each in read] == [*map(parameters_sha256, records)]
 
 
 @pytest.mark.slow

@@ -41,6 +41,7 @@ def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> N
     for name, words in (
         ("extra_params", "a field of its own"),
         ("lora", "--lora"),
+        ("attention_backend", "--attention-backend"),
         ("video_reference", "input_reference"),
         ("boundary_ratio", "the checkpoint"),
         ("num_inference_step", "did you mean"),

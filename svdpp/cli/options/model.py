@@ -113,6 +113,16 @@ class ModelOptions:
             "OWNER/NAME/FILE.gguf, with :high or :low. Needs the extra gguf.",
         ),
     ] = None
+    attention_backend: Annotated[
+        str | None,
+        option(
+            panel=MODEL,
+            metavar="NAME",
+            help="Attention of the denoisers, by the names of diffusers: native, flash, sage, "
+            "_native_cudnn ...; bits differ. svdpp doctor lists those that work here.",
+            show_default="native",
+        ),
+    ] = None
     local_files_only: Annotated[
         bool,
         flag("--local-files-only", panel=MODEL, help="Use only the hub cache; never download."),
@@ -283,6 +293,7 @@ class ModelOptions:
         names = (
             *("revision", "variant", "local_files_only"),
             *("memory_opt", "channels_last", "vae_tiling"),
+            "attention_backend",
         )
         return ModelConfig(
             name=self.model,

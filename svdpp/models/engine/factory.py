@@ -5,6 +5,7 @@ from __future__ import annotations
 from svdpp.config import ModelConfig, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
 from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.engine.attention import use_attention_backend
 from svdpp.models.engine.load import load_pipeline
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.model import EngineModel
@@ -34,5 +35,7 @@ def load_engine_model(
         OutOfMemoryError: A component does not fit on the device.
     """
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)
+    if model.attention_backend is not None:
+        use_attention_backend(pipe, model.attention_backend)
     loras = PipelineLoras(pipe, checkpoint, local_files_only=model.local_files_only)
     return model_class(checkpoint.spec)(pipe, checkpoint, sampling, model.dtype, loras)

@@ -1,0 +1,236 @@
+"""Attention backends of diffusers: checks of a name, its use by modules, and a test of its bits."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_dispatch import (
+    _HUB_KERNELS_REGISTRY,
+    AttentionBackendName,
+    _AttentionBackendRegistry,
+    _check_attention_backend_requirements,
+    attention_backend,
+    dispatch_attention_fn,
+)
+from diffusers.models.attention_processor import Attention, MochiAttention
+
+from svdpp.config.pipeline import ATTENTION_REPEATS
+from svdpp.errors import RequestError, first_line, is_out_of_memory, nearest
+from svdpp.models.checkpoint import Checkpoint
+from svdpp.models.files import library_errors
+
+#: Classes of modules whose processor diffusers' `set_attention_backend` looks at.
+_ATTENTION_CLASSES = (Attention, MochiAttention, AttentionModuleMixin)
+#: Shapes of the query and of key and value in the test of bits: (batch, positions, heads, width).
+#: The first are those of self-attention, the second of attention to a prompt.
+_TEST_SHAPES = (((1, 1024, 4, 64), (1, 1024, 4, 64)), ((2, 512, 4, 128), (2, 77, 4, 128)))
+_TEST_RUNS = 3
+
+
+def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
+    """Check that diffusers has a backend, that it can be used here, and that the model uses it.
+
+    No weight is read.
+
+    Args:
+        name: Name of the backend, as in diffusers' `set_attention_backend`.
+        checkpoint: Checkpoint of the model.
+
+    Raises:
+        RequestError: The backend is unknown, needs a package that is missing, would be downloaded
+            from the hub, or has no effect on the model's denoiser.
+        ModelError: The denoiser cannot be made from its config.
+    """
+    _check_usable(name)
+    for part, class_name in checkpoint.classes:
+        if part not in checkpoint.spec.denoisers:
+            continue
+        with library_errors(part, checkpoint):
+            is_used = _takes_backends(class_name, checkpoint.folder, part)
+        if not is_used:
+            raise RequestError(
+                f"`attention_backend` has no effect on {checkpoint.label}: its {class_name} "
+                "computes attention without the backends of diffusers",
+                "leave it out",
+                details={"attention_backend": name, "component": part, "class": class_name},
+            )
+
+
+def usable_backends() -> list[str]:
+    """Return the names of the backends whose packages are installed, without those of the hub."""
+    names = [backend.value for backend in AttentionBackendName]
+    usable = []
+    for name in names:
+        with contextlib.suppress(RequestError):
+            _check_usable(name)
+            usable.append(name)
+    return usable
+
+
+def _check_usable(name: str) -> None:
+    known = [backend.value for backend in AttentionBackendName]
+    if name not in known:
+        raise RequestError(
+            f"diffusers has no `attention_backend` {name!r}",
+            nearest(name, known, f"it has {', '.join(known)}"),
+            details={"attention_backend": name, "known": known},
+        )
+    backend = AttentionBackendName(name)
+    if backend in _HUB_KERNELS_REGISTRY:
+        raise RequestError(
+            f"`attention_backend` {name} is refused: diffusers would download its kernels from "
+            f"the hub, from {_HUB_KERNELS_REGISTRY[backend].repo_id}",
+            "svdpp runs no code from the hub: install the package, and name its own backend, such "
+            "as flash or sage",
+            details={"attention_backend": name, "source": _HUB_KERNELS_REGISTRY[backend].repo_id},
+        )
+    try:
+        _check_attention_backend_requirements(backend)
+    except RuntimeError as error:
+        raise RequestError(
+            f"`attention_backend` {name} cannot be used: {first_line(error)}",
+            "svdpp doctor lists the backends that can be used here",
+            details={"attention_backend": name, "cause": first_line(error)},
+        ) from error
+
+
+@functools.lru_cache
+def _takes_backends(class_name: str, folder: Path, part: str) -> bool:
+    """Whether `set_attention_backend` changes how a component computes attention."""
+    # Imports transformers, which a trial of the backends does not need.
+    from svdpp.models.engine.load import build_module, component_class
+
+    cls = component_class(part, class_name)
+    with torch.device("meta"):
+        module = build_module(cls, folder / part)
+    return any(_processors(module))
+
+
+def _processors(module: torch.nn.Module) -> Iterator[Any]:
+    """Yield the attention processors of a module whose backend diffusers sets.
+
+    Others, such as those of SVD's UNet, call torch's attention themselves. diffusers'
+    `set_attention_backend` passes over them without a word.
+    """
+    for each in module.modules():
+        if isinstance(each, _ATTENTION_CLASSES) and hasattr(each.processor, "_attention_backend"):
+            yield each.processor
+
+
+# --- the backend of modules ----------------------------------------------------------------------
+
+
+def set_attention_backend(module: Any, name: str) -> None:
+    """Have a model of diffusers use a backend, and leave all other models of the process as before.
+
+    diffusers' own method of this name also makes the backend the default of the process, for all
+    models that name none. This function restores the default.
+
+    Args:
+        module: Model of diffusers.
+        name: Checked name of the backend.
+    """
+    before, _ = _AttentionBackendRegistry.get_active_backend()
+    try:
+        module.set_attention_backend(name)
+    finally:
+        _AttentionBackendRegistry.set_active_backend(before)
+
+
+def use_attention_backend(pipe: Any, name: str) -> None:
+    """Have all loaded components of a pipeline use a backend.
+
+    A script that sets the backend of the denoiser makes it the default of its process, so that the
+    text connectors of LTX-2 use it too. Ranks that encode have no denoiser, so here each component
+    gets the backend itself.
+
+    Args:
+        pipe: Pipeline of diffusers, of which some components may be skeletons.
+        name: Checked name of the backend.
+    """
+    for component in pipe.components.values():
+        if isinstance(component, ModelMixin) and not hasattr(component, "is_skeleton"):
+            set_attention_backend(component, name)
+
+
+def as_process_default(name: str | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which a backend is the default of the process, as a script would have it.
+
+    Args:
+        name: Checked name of the backend; None: the default stays.
+    """
+    if name is None:
+        return contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[None] = attention_backend(name)
+    return context
+
+
+# --- a test of its bits --------------------------------------------------------------------------
+
+
+def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the conditions of a backend, which are recorded with each clip.
+
+    Args:
+        name: Checked name of the backend.
+        device: Name of the rank's device.
+        dtype: Dtype of the model.
+
+    Returns:
+        JSON values by name. `attention_repeats` is whether the backend gave equal bits for equal
+        inputs each time.
+
+    Raises:
+        RequestError: The backend does not run on this device in this dtype.
+    """
+    hashes = attention_hashes(name, device, dtype)
+    return {"attention_backend": name, ATTENTION_REPEATS: len(set(hashes)) == 1}
+
+
+def attention_hashes(name: str, device: str, dtype: torch.dtype) -> list[str]:
+    """Compute attention of the same inputs several times, and return a SHA-256 of each result.
+
+    Args:
+        name: Checked name of the backend.
+        device: Name of the device.
+        dtype: Dtype of the inputs.
+
+    Raises:
+        RequestError: The backend does not run on this device in this dtype.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        [torch.randn(shape, generator=generator).to(device, dtype) for shape in (query, key, key)]
+        for query, key in _TEST_SHAPES
+    ]
+    backend = AttentionBackendName(name)
+    hashes = []
+    try:
+        for _ in range(_TEST_RUNS):
+            digest = hashlib.sha256()
+            for query, key, value in inputs:
+                with torch.no_grad():
+                    result = dispatch_attention_fn(query, key, value, backend=backend)
+                digest.update(result.float().cpu().contiguous().numpy().tobytes())
+            hashes.append(digest.hexdigest())
+    except Exception as error:  # packages and compilers of kernels raise errors of many types
+        if is_out_of_memory(error):
+            raise
+        kind = str(dtype).removeprefix("torch.")
+        raise RequestError(
+            f"`attention_backend` {name} does not run on {device} in {kind}: {first_line(error)}",
+            "svdpp doctor lists the backends that can be used here",
+            details={
+                **{"attention_backend": name, "device": device, "dtype": kind},
+                "cause": first_line(error),
+            },
+        ) from error
+    return hashes

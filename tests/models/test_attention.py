@@ -1,0 +1,256 @@
+"""Ranks with an attention backend give the bits of diffusers' whole call with that backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers.models import attention_dispatch
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+from svdpp.config import ModelConfig, PipelineConfig, SvdSampling, WanSampling
+from svdpp.driver.resolve import resolve_config
+from svdpp.errors import RequestError
+from svdpp.models import memory
+from svdpp.models.engine.attention import (
+    attention_conditions,
+    check_attention_backend,
+    usable_backends,
+)
+from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.engine.model import call_arguments
+from svdpp.plan.roles import Roles
+from svdpp.verification.reference import Reference, stack_frames
+from svdpp.worker.device import conditions_of
+from tests.models.test_registry import TinyModels
+from tests.support.range_checks import (
+    TinyModel,
+    check_every_cut,
+    ranks,
+    run_reference,
+    whole_clip,
+)
+from tests.support.tiny_families import FIRST
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+MATH = "_native_math"
+#: Families whose denoisers call torch's attention themselves.
+WITHOUT_BACKENDS = {"svd", "latte", "mochi", "cogvideox", "cogvideox_v2v"}
+HEADS = Roles(encode=True, denoise=True, decode=True)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """The number of calls of each backend by its name, counted from now on."""
+    counts: dict[str, int] = {}
+
+    def counted(name: AttentionBackendName, real: Callable[..., Any]) -> Callable[..., Any]:
+        def backend(*args: Any, **kwargs: Any) -> Any:
+            counts[name.value] = counts.get(name.value, 0) + 1
+            return real(*args, **kwargs)
+
+        return backend
+
+    for name, real in _AttentionBackendRegistry._backends.items():
+        monkeypatch.setitem(_AttentionBackendRegistry._backends, name, counted(name, real))
+    return counts
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """The default of the process is the same before and after each test."""
+    before = _AttentionBackendRegistry.get_active_backend()[0]
+    yield
+    assert _AttentionBackendRegistry.get_active_backend()[0] is before
+
+
+def with_backend(tiny: TinyModel, name: str = MATH) -> ModelConfig:
+    return replace(tiny.model, attention_backend=name)
+
+
+@pytest.mark.parametrize(
+    "name", ["wan", pytest.param("ltx2", marks=pytest.mark.slow), "hunyuan-video"]
+)
+def test_every_cut_gives_the_bits_of_the_whole_call(
+    tiny_models: TinyModels, calls: dict[str, int], name: str
+) -> None:
+    """LTX-2 also computes attention in its encode, on a rank that has no denoiser."""
+    tiny = tiny_models(name)
+    model, request = with_backend(tiny), tiny.request()
+    expected = whole_clip(model, tiny.sampling, request, tiny.source)
+    assert calls.keys() == {MATH}
+    calls.clear()
+    rank_for = ranks(tiny.checkpoint, tiny.sampling, model=model)
+    check_every_cut(rank_for, tiny.steps, expected, request, tiny.source)
+    assert calls.keys() == {MATH}
+    calls.clear()
+    plain = whole_clip(tiny.model, tiny.sampling, request, tiny.source)
+    assert calls.keys() == {"native"}
+    assert not torch.equal(plain[0][-1], expected[0][-1])
+
+
+@pytest.mark.parametrize("name", ["wan", pytest.param("ltx2", marks=pytest.mark.slow)])
+def test_a_plain_script_with_the_backend_gives_the_same_bits(
+    tiny_models: TinyModels, name: str
+) -> None:
+    """In a script the backend of the denoiser is also that of LTX-2's text connectors."""
+    tiny = tiny_models(name)
+    request = tiny.request()
+    ours = whole_clip(with_backend(tiny), tiny.sampling, request, tiny.source)[1]
+    pipe: Any = diffusers.DiffusionPipeline.from_pretrained(tiny.checkpoint.folder)
+    pipe.set_progress_bar_config(disable=True)
+    arguments = call_arguments(pipe, tiny.checkpoint, tiny.sampling, request, tiny.source)
+    try:
+        for part in {*tiny.checkpoint.spec.denoisers} & {*tiny.checkpoint.weighted_components}:
+            getattr(pipe, part).set_attention_backend(MATH)
+        plain = pipe(**arguments, output_type="pil").frames[0]
+    finally:
+        _AttentionBackendRegistry.set_active_backend(AttentionBackendName.NATIVE)
+    assert np.array_equal(ours, stack_frames(plain))
+
+
+def test_models_of_one_process_keep_their_own_backends(
+    tiny_models: TinyModels, calls: dict[str, int]
+) -> None:
+    """Also while another one with a backend is loaded, and of ranks and reference alike."""
+    tiny = tiny_models("wan")
+    plain = Reference(tiny.checkpoint, tiny.model, "cpu", from_image=False)
+    before = run_reference(plain, tiny.sampling, tiny.request())
+    Reference(tiny.checkpoint, with_backend(tiny), "cpu", from_image=False)
+    load_engine_model(tiny.checkpoint, with_backend(tiny), tiny.sampling, "cpu", HEADS)
+    after = run_reference(plain, tiny.sampling, tiny.request())
+    assert calls.keys() == {"native"}
+    assert torch.equal(before[0][-1], after[0][-1])
+
+
+@pytest.mark.slow
+def test_families_without_backends_are_refused(tiny_models: TinyModels) -> None:
+    """diffusers' `set_attention_backend` does nothing to their denoisers, and says nothing."""
+    refused = {}
+    for family, name in FIRST.items():
+        with suppress(RequestError):
+            check_attention_backend(MATH, tiny_models(name).checkpoint)
+            continue
+        refused[family] = tiny_models(name).checkpoint
+    assert refused.keys() == WITHOUT_BACKENDS
+    for checkpoint in refused.values():
+        with pytest.raises(RequestError, match="has no effect on model") as caught:
+            check_attention_backend(MATH, checkpoint)
+        assert caught.value.details["class"] == checkpoint.spec.denoiser
+
+
+def resolve(model: ModelConfig, sampling: Any) -> None:
+    resolve_config(PipelineConfig(world_size=1, model=model, sampling=sampling), weights="none")
+
+
+def test_the_demo_model_is_refused_before_its_weights_are_read() -> None:
+    with pytest.raises(
+        RequestError, match="`attention_backend` has no effect on model 'demo': its "
+    ):
+        resolve(ModelConfig(name="demo", attention_backend="native"), SvdSampling())
+    with pytest.raises(RequestError, match="the dummy model takes no `attention_backend`"):
+        ModelConfig(name="dummy", attention_backend="native")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "hint"),
+    [
+        ("nativ", "diffusers has no `attention_backend` 'nativ'", "did you mean native?"),
+        ("", "diffusers has no `attention_backend` ''", "it has flash, flash_hub"),
+        ("flash_hub", "flash_hub is refused: diffusers would download its kernels", "no code from"),
+        ("sage", "sage cannot be used: Sage Attention .* missing package", "svdpp doctor"),
+        ("xformers", "xformers cannot be used: .* missing package", "svdpp doctor"),
+    ],
+)
+def test_backends_that_cannot_be_used_are_named(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, words: str, hint: str
+) -> None:
+    """Before any weight: the folder's are not read."""
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_SAGE_ATTN", False)
+    monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", False)
+    tiny = tiny_models("wan")
+    with pytest.raises(RequestError, match=words) as caught:
+        resolve(with_backend(tiny, name), tiny.sampling)
+    assert hint in caught.value.hint
+    assert caught.value.details["attention_backend"] == name
+    assert caught.value.exit_code == 2
+
+
+def test_a_backend_of_the_environment_is_refused(
+    tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers would use it for all models, and no clip would record it."""
+    tiny = tiny_models("wan")
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", MATH)
+    for model in (tiny.model, with_backend(tiny, "native")):
+        with pytest.raises(RequestError, match="DIFFUSERS_ATTN_BACKEND is '_native_math'") as error:
+            resolve(model, tiny.sampling)
+        assert "`attention_backend` does the same" in error.value.hint
+    resolve(with_backend(tiny), tiny.sampling)
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "native")
+    resolve(tiny.model, tiny.sampling)
+
+
+# --- its bits ------------------------------------------------------------------------------------
+
+
+def config_with(name: str | None, folder: Path) -> PipelineConfig:
+    model = ModelConfig(name=str(folder), attention_backend=name)
+    sampling = WanSampling(num_inference_steps=2, from_image=False)
+    return PipelineConfig(world_size=1, model=model, sampling=sampling)
+
+
+def test_the_conditions_have_the_backend_and_whether_it_repeats(tiny_models: TinyModels) -> None:
+    checkpoint = tiny_models("wan").checkpoint
+    with_name = conditions_of(config_with(MATH, checkpoint.folder), checkpoint, "cpu")
+    without = conditions_of(config_with(None, checkpoint.folder), checkpoint, "cpu")
+    added = {"attention_backend": MATH, "attention_repeats": True}
+    assert with_name == {**without, **added}
+
+
+def test_a_backend_that_does_not_repeat_its_bits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends, native = _AttentionBackendRegistry._backends, AttentionBackendName.NATIVE
+    real, runs = backends[native], []
+
+    def noisy(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **more: Any) -> Any:
+        runs.append(1)
+        return real(query, key, value, **more) + 1e-6 * len(runs)
+
+    monkeypatch.setitem(backends, native, noisy)
+    found = attention_conditions("native", "cpu", torch.float32)
+    assert found == {"attention_backend": "native", "attention_repeats": False}
+
+
+def test_a_backend_that_does_not_run_on_the_device_is_named() -> None:
+    with pytest.raises(RequestError, match="_native_cudnn does not run on cpu in bfloat16: ") as at:
+        attention_conditions("_native_cudnn", "cpu", torch.bfloat16)
+    assert at.value.details["dtype"] == "bfloat16"
+    assert at.value.details["cause"] in at.value.message
+
+
+def test_backends_of_the_hub_are_not_tried() -> None:
+    usable = usable_backends()
+    assert {"native", MATH} <= {*usable}
+    assert not [name for name in usable if "hub" in name]
+
+
+def test_the_backend_that_holds_all_weights_of_the_attention_needs_more_memory(
+    tiny_models: TinyModels,
+) -> None:
+    tiny = tiny_models("wan")
+    sampling = replace(tiny.sampling, height=128, width=128)
+    plain, flash, math = (
+        memory.estimate(tiny.checkpoint, model, sampling, device="cpu", num_threads=1)
+        for model in (tiny.model, with_backend(tiny, "native"), with_backend(tiny))
+    )
+    assert plain == flash
+    assert math.denoise.activation_bytes > 2 * plain.denoise.activation_bytes
+    assert (math.encode, math.decode) == (plain.encode, plain.decode)
