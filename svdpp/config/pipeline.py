@@ -498,7 +498,8 @@ _LATENT_IDENTITY = (
 
 
 #: Name of the condition that says whether the attention backend repeats its bits. Only clips with
-#: `attention_backend` have it. It is measured, so ranks with equal devices may differ in it.
+#: an `attention_backend` have this condition. Each rank measures it, so ranks with equal devices
+#: may differ in it.
 ATTENTION_REPEATS = "attention_repeats"
 
 

@@ -22,8 +22,8 @@ from svdpp.worker.rank import run_rank, wait_for_stop
 
 _NUM_PROCESSES = 2
 _DTYPES = ("fp32", "bf16")
-#: Backend that is tried only if it is chosen, because its first call takes seconds: it imports
-#: torch's compiler.
+#: Backend that is tried only if the configuration names it, because its first call imports torch's
+#: compiler, which takes seconds.
 _SLOW_BACKEND = "flex"
 
 
@@ -122,7 +122,7 @@ def _trial_main(launch: LaunchContext, setup: _TrialSetup) -> None:
 
 
 def _try_all(device: str, setup: _TrialSetup) -> dict[str, Any]:
-    # Imports diffusers, which takes seconds, only in the processes of the trial.
+    # This imports diffusers, which takes seconds; only the processes of the trial need it.
     from svdpp.models.engine.attention import attention_hashes, usable_backends
 
     results: dict[str, Any] = {}

@@ -212,7 +212,8 @@ class Check:
 
     name: str
     verdict: Literal["ok", "failed", "skipped", "differs"]
-    """`differs`: an attention backend that the run does not use gives other bits each time."""
+    """`differs`: an attention backend gave different bits for equal inputs, but the run does not
+    use it."""
     detail: str
     """Measured facts, the error's message, or the reason why the check was skipped."""
     fix: str = ""

@@ -226,7 +226,7 @@ class _ClipMetadata(BaseModel):
     memory_opt: bool
     channels_last: bool = False
     vae_tiling: bool = False  # only of a clip with tiles
-    attention_backend: str | None = None  # only of a clip with another one than diffusers' default
+    attention_backend: str | None = None  # only of a clip made with this option
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False

@@ -27,10 +27,12 @@ from svdpp.errors import RequestError, first_line, is_out_of_memory, nearest
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.files import library_errors
 
-#: Classes of modules whose processor diffusers' `set_attention_backend` looks at.
+#: Classes of modules whose processor gets a backend from the method `set_attention_backend` of
+#: diffusers.
 _ATTENTION_CLASSES = (Attention, MochiAttention, AttentionModuleMixin)
-#: Shapes of the query and of key and value in the test of bits: (batch, positions, heads, width).
-#: The first are those of self-attention, the second of attention to a prompt.
+#: Shapes (batch, positions, heads, width) in the test of bits: for each of two calls, the shape of
+#: the query, and the shape of key and value. The first call is self-attention, the second call is
+#: attention to a prompt.
 _TEST_SHAPES = (((1, 1024, 4, 64), (1, 1024, 4, 64)), ((2, 512, 4, 128), (2, 77, 4, 128)))
 _TEST_RUNS = 3
 
@@ -105,7 +107,7 @@ def _check_usable(name: str) -> None:
 @functools.lru_cache
 def _takes_backends(class_name: str, folder: Path, part: str) -> bool:
     """Whether `set_attention_backend` changes how a component computes attention."""
-    # Imports transformers, which a trial of the backends does not need.
+    # This imports transformers, which takes seconds; a trial of the backends does not need it.
     from svdpp.models.engine.load import build_module, component_class
 
     cls = component_class(part, class_name)
@@ -117,8 +119,8 @@ def _takes_backends(class_name: str, folder: Path, part: str) -> bool:
 def _processors(module: torch.nn.Module) -> Iterator[Any]:
     """Yield the attention processors of a module whose backend diffusers sets.
 
-    Others, such as those of SVD's UNet, call torch's attention themselves. diffusers'
-    `set_attention_backend` passes over them without a word.
+    Other processors, such as those of SVD's UNet, call torch's attention themselves. The method
+    `set_attention_backend` of diffusers skips these without a warning.
     """
     for each in module.modules():
         if isinstance(each, _ATTENTION_CLASSES) and hasattr(each.processor, "_attention_backend"):
@@ -129,10 +131,10 @@ def _processors(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def set_attention_backend(module: Any, name: str) -> None:
-    """Have a model of diffusers use a backend, and leave all other models of the process as before.
+    """Set the backend of one model of diffusers; all other models of the process keep theirs.
 
-    diffusers' own method of this name also makes the backend the default of the process, for all
-    models that name none. This function restores the default.
+    The method of diffusers with this name also makes the backend the default of the process, which
+    applies to all models without a backend of their own. This function restores that default.
 
     Args:
         module: Model of diffusers.
@@ -146,11 +148,11 @@ def set_attention_backend(module: Any, name: str) -> None:
 
 
 def use_attention_backend(pipe: Any, name: str) -> None:
-    """Have all loaded components of a pipeline use a backend.
+    """Set the backend of all loaded components of a pipeline.
 
-    A script that sets the backend of the denoiser makes it the default of its process, so that the
-    text connectors of LTX-2 use it too. Ranks that encode have no denoiser, so here each component
-    gets the backend itself.
+    A script that sets the backend of the denoiser also makes it the default of its process, so that
+    the text connectors of LTX-2 use it, too. A rank that encodes has no denoiser, so this function
+    sets the backend of each component.
 
     Args:
         pipe: Pipeline of diffusers, of which some components may be skeletons.
@@ -162,7 +164,7 @@ def use_attention_backend(pipe: Any, name: str) -> None:
 
 
 def as_process_default(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a backend is the default of the process, as a script would have it.
+    """Return a context in which a backend is the default of the process, as it is in a script.
 
     Args:
         name: Checked name of the backend; None: the default stays.
