@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MATH = "_native_math"
 FULL = (pytest.mark.slow, pytest.mark.full)
 #: Families whose denoisers call torch's attention themselves.
-WITHOUT_BACKENDS = {"svd", "latte", "mochi", "cogvideox", "cogvideox_v2v"}
+WITHOUT_BACKENDS = {"svd", "latte", "mochi", "allegro", "cogvideox", "cogvideox_v2v"}
 HEADS = Roles(encode=True, denoise=True, decode=True)
 
 
