@@ -82,7 +82,8 @@ def with_backend(tiny: TinyModel, name: str = MATH) -> ModelConfig:
     [
         "wan",
         "wan-modular",
-        *(pytest.param(name, marks=FULL) for name in ("ltx2", "hunyuan-video", "helios")),
+        *(pytest.param(name, marks=FULL) for name in ("ltx2", "hunyuan-video")),
+        *(pytest.param(name, marks=FULL) for name in ("helios", "minimax-h3", "cosmos3")),
     ],
 )
 def test_every_cut_gives_the_bits_of_the_whole_call(
