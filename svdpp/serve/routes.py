@@ -287,7 +287,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
         raise ApiError(404, "no_clips", "no video of this key is completed", hint)
     if len(found) > MAX_CLIPS:
         text = f"an archive has {MAX_CLIPS} clips at most, and more are completed"
-        hint = "name the clips for the archive with `ids`"
+        hint = "name the clips for the archive by their ids: ids=ID&ids=ID"
         raise ApiError(413, "too_many_clips", text, hint, field="ids", limit=MAX_CLIPS)
     return found
 

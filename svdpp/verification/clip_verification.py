@@ -152,7 +152,7 @@ def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cl
         reason = "GPU memory was short in the reference: cuDNN may have used other kernels"
     elif reason and clip.metadata.get("cfg_parallel", 1) > 1:
         reason = "a pair of ranks divided batches: use a tolerance (atol)"
-    elif reason and not repeats_bits(clip.metadata["conditions"]):
+    elif reason and not repeats_bits(clip.metadata.get("conditions", {})):
         backend = clip.metadata.get("attention_backend")
         reason = f"the attention backend {backend} did not repeat its bits: use a tolerance (atol)"
 

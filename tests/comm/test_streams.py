@@ -18,6 +18,8 @@ ALLOWED = {
     # Once for a clip and rank:
     "models/engine/model.py": {"all"},  # finite?
     "models/engine/records.py": {"numpy"},  # structure: on the host
+    "models/engine/attention.py": {"cpu", "numpy"},  # a trial before a rank loads its model
+    "models/engine/modular_state.py": {"numpy"},  # arrays of NumPy: on the host
     "config/families/wan.py": {"tolist"},  # timesteps: on the host
     # Take tensors on the host, from `to_host` or from files:
     "worker/tensor_files.py": {"numpy"},

@@ -111,7 +111,7 @@ def test_a_template_has_the_fields_of_its_job(template: str, names: list[str]) -
         ("{seed:99999}", "is not allowed"),
         ("{stem!r}", "is not allowed"),
         ("x/{stem}", "names a folder"),
-        ("clip", "has no field"),
+        ("clip", "contains no field"),
     ],
 )
 def test_a_wrong_template_is_refused(template: str, words: str) -> None:

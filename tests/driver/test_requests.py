@@ -71,7 +71,7 @@ def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_pat
     resolved = replace(lora, sha256=file_sha256(file))
     assert found(lora, replace(lora, weight=2.0)) == (resolved, replace(resolved, weight=2.0))
     assert found(resolved) == (resolved,)
-    with pytest.raises(RequestError, match="has one expert"):
+    with pytest.raises(RequestError, match="has one denoiser"):
         found(replace(resolved, expert="low"))
     weights = next((folder / "transformer").glob("*.safetensors"))
     for name, words in (

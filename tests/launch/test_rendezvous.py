@@ -103,7 +103,7 @@ def test_clocks_are_compared() -> None:
 
 def test_a_rank_gives_up_if_rank_0_does_not_answer() -> None:
     ours, theirs = Pipe()
-    with pytest.raises(RankError, match="rank 0 does not answer"):
+    with pytest.raises(RankError, match="rank 0 does not respond"):
         secondary_rank._measure_clock_offset(theirs, 0.1)
     ours.close()
 

@@ -82,7 +82,7 @@ def test_what_the_system_refuses_anywhere_is_an_error_with_the_limit(
 ) -> None:
     found = limit_error(error)
     assert found is not None
-    assert f"{words}: too many are" in found.message
+    assert f"{words}: too many" in found.message
     assert f"(limit: {limit})" in found.message
     assert found.details == {"errno": getattr(error, "errno", None), "limit": limit}
     with pytest.raises(typer.Exit) as ended, report_errors(Console(), debug=False):

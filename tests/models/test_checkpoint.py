@@ -150,7 +150,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
         shards({"weight_map": {"a": "diffusion_pytorch_model-00001-of-00001.safetensors"}}),
         "1 of 1 shards are missing",
     ),
-    "index of shards without map": (shards({}), f"{INDEX}: lists None"),
+    "index of shards without map": (shards({}), f"{INDEX}: the index lists None"),
 }
 
 

@@ -363,6 +363,9 @@ def test_the_types_are_those_that_diffusers_reads() -> None:
 
 def test_the_rows_say_which_denoisers_diffusers_loads() -> None:
     for spec in FAMILY_SPECS.values():
+        if spec.modular is not None:  # no test has cut a modular pipeline with such a denoiser
+            assert not spec.gguf
+            continue
         cls = getattr(diffusers, spec.denoiser)
         assert (_get_single_file_loadable_mapping_class(cls) is not None) == spec.gguf, spec.name
 

@@ -149,6 +149,9 @@ def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
     for spec in FAMILY_SPECS.values():
+        if spec.modular is not None:  # no test has cut a modular pipeline with a LoRA
+            assert not spec.loras
+            continue
         for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
             assert hasattr(getattr(diffusers, name), "load_lora_weights") == spec.loras, name
 

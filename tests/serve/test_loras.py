@@ -95,7 +95,7 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
         (str(files["style"]), "this server has no lora"),
         ({"name": "style", "path": "/etc"}, "lora has no field 'path'"),
         ({"name": "style", "scale": 1000}, "the weight of lora must be"),
-        ({"name": "style", "expert": "low"}, "has one expert"),
+        ({"name": "style", "expert": "low"}, "has one denoiser"),
         ("[", "is not JSON"),
     ):
         with pytest.raises(RequestError) as refused:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-from unittest.mock import Mock
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,18 +16,29 @@ from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import ClipDone
 
+
+class _Events:
+    """Reporter that keeps the events."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, event: Any) -> None:
+        self.sent.append(event)
+
+
 HASHES = {"latents_sha256": "1", "frames_sha256": "2"}
 PRESSED = {"memory_pressure": True}
-MADE = "GPU memory had run short when it was made"
-COMPUTED = "GPU memory ran short in the reference"
+MADE = "GPU memory was short when the clip was made"
+COMPUTED = "GPU memory was short in the reference"
 
 
 @pytest.mark.parametrize(
     ("metadata", "recomputed", "reason"),
     [
         ({}, {}, ""),
-        ({"exact": "unproven"}, {}, "its metadata say: exact is unproven"),
-        ({"exact": "unproven", "cfg_parallel": 2}, {}, "a pair divided a batch"),
+        ({"exact": "unproven"}, {}, "the clip's metadata say: exact is unproven"),
+        ({"exact": "unproven", "cfg_parallel": 2}, {}, "a pair of ranks divided batches"),
         (PRESSED, {}, MADE),
         (PRESSED, PRESSED, MADE),
         ({}, PRESSED, COMPUTED),
@@ -75,10 +85,10 @@ def test_the_reference_marks_a_clip_for_which_gpu_memory_ran_short(
         folder=None,
         predictions=False,
     )
-    reporter = Mock()
-    recorder = _Recorder(setup, "cpu", reporter)
+    reporter = _Events()
+    recorder = _Recorder(setup, "cpu", cast("Any", reporter))
     recorder.begin(0)
     recorder.end(torch.zeros(1, 4, 2, 8, 8), None, None)
-    (event,) = [call.args[0] for call in reporter.send.call_args_list]
+    (event,) = reporter.sent
     assert isinstance(event, ClipDone)
     assert event.metadata.get("memory_pressure", False) is is_short
