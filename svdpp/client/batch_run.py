@@ -332,7 +332,11 @@ class BatchRun:
             time.sleep(wait)
 
     def _follow_part(self, part: Part, watchers: Watchers) -> bool:
-        """Query a batch once, and download finished clips; return whether a clip has ended."""
+        """Query the batch of one part of the jobs once, and download its finished clips.
+
+        Returns:
+            Whether a clip of the part has finished, failed or been cancelled since the last query.
+        """
         assert part.batch is not None
         # Queried before the list of videos, so that the list is never older than the batch.
         batch = self._batch(part.batch)

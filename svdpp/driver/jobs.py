@@ -199,7 +199,7 @@ def name_and_count_jobs(
 
 
 def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> PipelineRequest:
-    """Return the request for ranks that make all clips of a run.
+    """Return a copy of a request whose ranks can make the clips of all jobs.
 
     The ranks are started with the sampling parameters of the largest clip, and know the LoRAs of
     every clip. Clips with different numbers of steps get a split that takes any number.

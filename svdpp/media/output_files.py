@@ -103,12 +103,12 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the unfinished files that killed writers on this host left in `folder`.
+    """Remove the unfinished files in `folder` whose writers were killed on this host.
 
-    Files of other hosts stay, because other hosts may not see a lock on a shared file system.
+    Unfinished files of other hosts stay, because this host may not see the locks of their writers.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        # Removing a file fails if its writer is alive or this user may not remove it.
+        # Not possible while a writer has its lock on the file, or without permission.
         with contextlib.suppress(OSError):
             _remove_if_abandoned(path)
 

@@ -689,9 +689,25 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
-    """Check that a modular index names a tree of blocks that is proven, or none."""
+    """Check that a modular index names no other blocks than `ModularSpec.blocks`, and no guider.
+
+    The index may leave the blocks out. diffusers creates the guiders itself, unless the index has
+    entries for them.
+
+    Raises:
+        ModelError: The index names other blocks, or a guider.
+    """
+    if spec.modular is None:
+        return
+    for guider in spec.modular.guiders:
+        if index.values.get(guider) is not None:
+            raise index.error(
+                f"it has an entry for {guider}: svdpp runs this family with diffusers' default one",
+                "remove the entry from the file",
+                details={"component": guider},
+            )
     name = index.values.get("_blocks_class_name")
-    if spec.modular is None or name is None or name in spec.modular.blocks:
+    if name is None or name in spec.modular.blocks:
         return
     raise index.error(
         f"the blocks {short_repr(name)} are not supported: this family is proven with "

@@ -195,7 +195,9 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has the final latent because it is the second rank of the last pair.
+        """Whether a rank has the final latent, although another rank sends it on to be decoded.
+
+        This is the second rank of a pair that shares the guidance of the clip's last steps.
 
         Args:
             rank: Any rank of the layout.

@@ -1,4 +1,4 @@
-"""`CostModel`: seconds and memory of each kind of work, as JSON and as published presets."""
+"""`CostModel`: seconds and memory of each kind of work, from JSON or published measurements."""
 
 from __future__ import annotations
 

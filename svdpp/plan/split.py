@@ -281,15 +281,17 @@ class ClipCuts:
 def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """Return cuts that give all stages of each group equal work on average.
 
-    If the ranks of the last stage differ in speed, the positions of the cuts depend on the rank
-    that finishes the clip. Example of seven steps on two ranks of equal speed, with one position,
-    3.5: some clips are cut at 4 and some at 3, and both ranks stay busy:
+    The last stage of a group may have several ranks, which take the clips in turn. If these ranks
+    differ in speed, the positions of the cuts depend on the rank that finishes the clip.
+
+    Example of seven steps on two ranks of equal speed, with the position 3.5 between the stages:
+    some clips are cut at 4 and some at 3, and both ranks stay busy:
 
         clip  phase  cut = floor(3.5 + phase)
         0     0.50   4                           rank 0 |00001112222333....|
         1     0.12   3                           rank 1 |....00011112223333|
         2     0.74   4
-        3     0.35   3                           the phases are multiples of the golden ratio
+        3     0.35   3                           phase = fraction of 0.5 + clip * 0.618
 
     Args:
         groups: Successive groups of stages, such as the stages of two experts. All clips are cut

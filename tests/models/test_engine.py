@@ -16,7 +16,6 @@ from transformers import TokenizersBackend
 
 from svdpp.config import ClipRequest
 from svdpp.config.families.ltx import ltx_generator_device
-from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, NotFiniteError, RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import find_checkpoint
@@ -219,6 +218,13 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("wan22-modular", MODULAR_INDEX, {"transformer_2": None}, "transformer_2 is missing"),
         ("wan-modular", MODULAR_INDEX, {"boundary_ratio": 0.9}, "the model has two experts"),
         ("wan-modular", MODULAR_INDEX, {"expand_timesteps": True}, "only for Wan 2.2 5B"),
+        ("wan-modular", MODULAR_INDEX, {"_blocks_class_name": "Other"}, "blocks 'Other' are not"),
+        ("wan-modular", MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider"),
+        (
+            *("wan-modular", MODULAR_INDEX),
+            {"vae": ["diffusers", "AutoencoderKLWan", {"subfolder": "other"}]},
+            "the vae is in the folder 'other'",
+        ),
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
@@ -303,7 +309,6 @@ def test_small_checkpoints_have_the_classes_of_published_ones(
     [
         pytest.param(name, marks=[] if name in RECORDED else [pytest.mark.slow, pytest.mark.full])
         for name in dict.fromkeys((*RECORDED, *FIRST.values(), *CHANGED))
-        if FAMILY_SPECS[CASES[name].family].modular is None  # these return a state
     ],
 )
 def test_the_script_of_the_manual_gives_the_recorded_hash(

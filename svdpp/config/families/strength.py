@@ -26,7 +26,9 @@ def all_steps(sampling: Any) -> dict[str, int]:
 
 
 def check_strength(_: object, sampling: Any) -> None:
-    """Check that the schedule of a video-to-video clip has at most `MAX_STEPS` steps.
+    """Check that `num_inference_steps` / `strength`, a clip's whole schedule, is in `MAX_STEPS`.
+
+    Of this schedule, a clip from a video runs only the last `num_inference_steps` steps.
 
     Raises:
         RequestError: The schedule has more than `MAX_STEPS` steps.

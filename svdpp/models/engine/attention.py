@@ -164,7 +164,9 @@ def use_attention_backend(pipe: Any, name: str) -> None:
 
 
 def as_process_default(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which a backend is the default of the process, as it is in a script.
+    """Return a context in which an attention backend is the default of the whole process.
+
+    diffusers' own `set_attention_backend` has this effect, too.
 
     Args:
         name: Checked name of the backend; None: the default stays.

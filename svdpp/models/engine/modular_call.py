@@ -461,7 +461,11 @@ class ModularCall:
         return True
 
     def _packed_inner(self) -> Node:
-        """Return the structure of the steps inside the current sub-block."""
+        """Return the JSON of a packet for a cut between two steps of one sub-block.
+
+        It has the steps done inside the sub-block, the states of the generators at its start, and
+        the last result of each series of steps.
+        """
         assert self._entry is not None
         packer = self._packer
         series = [
