@@ -177,7 +177,7 @@ def test_a_bench_measures_every_case_and_its_costs_make_a_plan(
     (command,) = [
         line for line in answer.err.splitlines() if line.startswith("plan with these costs: ")
     ]
-    planned = svdpp_here(*shlex.split(command)[4:-2], str(folder / "costs.json"), "--compare")
+    planned = svdpp_here(*shlex.split(command)[5:-2], str(folder / "costs.json"), "--compare")
     assert planned.code == 0, planned
     assert "data parallel" in planned.out
 

@@ -253,7 +253,7 @@ def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
         page.fill("prompt", "the sea")
         page.fill("lora", "transformer")
         page.one("#make").click()
-        page.wait_text("#error-lora", "say which")
+        page.wait_text("#error-lora", "names no expert")
         page.fill("lora", "transformer:0.5:high")
         page.one("#make").click()
         page.wait(lambda: len(page.all(".card")) == 5)

@@ -88,7 +88,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         run.wait_for("waiting for the server")
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait() == 128 + signal.SIGINT
-        assert "to go on: the same command with --resume" in run.err
+        assert "to continue: the same command with --resume" in run.err
         assert f"curl -X POST {url}/v1/batches/batch_" in run.err
     with HttpServer(tmp_path / "data", *options) as server:
         # Cut without a word, too.
