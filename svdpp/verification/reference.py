@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import diffusers
@@ -27,8 +27,9 @@ from svdpp.media.video import Frames
 from svdpp.models.base import LATENTS, PREDICTION, STATE, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.attention import as_process_default, set_attention_backend
-from svdpp.models.engine.call import hooked_scheduler_class, step_callback
+from svdpp.models.engine.call import step_callback
 from svdpp.models.engine.gguf_denoisers import load_denoiser
+from svdpp.models.engine.hooks import hooked
 from svdpp.models.engine.load import (
     apply_memory_options,
     component_class,
@@ -45,7 +46,7 @@ from svdpp.models.engine.records import (
     Packer,
     patch_methods,
     scheduler_changes,
-    scheduler_snapshot,
+    snapshot_attributes,
     step_latent,
 )
 from svdpp.models.files import library_errors
@@ -245,11 +246,8 @@ class Reference:
         steps = _StepObserver(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
-            if spec.modular is not None:
-                patches.enter_context(steps.hooked(pipe.scheduler))
-            elif not callback:
-                step = steps.scheduler_step(pipe.scheduler.step)
-                patches.enter_context(patch_methods(pipe.scheduler, step=step))
+            if not callback:
+                patches.enter_context(hooked(pipe.scheduler, steps, {"step": "step"}))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
             # As after diffusers' own `set_attention_backend`, which also sets the default.
@@ -350,7 +348,7 @@ class _StepObserver:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not self._state:
-                self._state = scheduler_snapshot(self._pipe.scheduler)
+                self._state = snapshot_attributes(self._pipe.scheduler)
                 self._before_steps()
             output = real(*args, **kwargs)
             self._has_evaluated = True
@@ -360,36 +358,15 @@ class _StepObserver:
 
         return forward
 
-    @contextmanager
-    def hooked(self, scheduler: Any) -> Iterator[None]:
-        """Observe the steps of a scheduler, and those of its copies, during the block."""
-        plain = scheduler.__class__
-        scheduler.__class__ = hooked_scheduler_class(plain)
-        scheduler._step_hook = self
-        try:
-            yield
-        finally:
-            del scheduler._step_hook
-            scheduler.__class__ = plain
-
     def __deepcopy__(self, memo: Any) -> _StepObserver:
         return self  # a pipeline may copy its scheduler
 
-    def step(self, _: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `scheduler.step`. The first call after those of the denoisers ends a step."""
         result = real(*args, **kwargs)
         if self._has_evaluated:
             self.end(None, 0, None, {LATENTS: step_latent(result)})
         return result
-
-    def scheduler_step(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = real(*args, **kwargs)
-            self.end(None, 0, None, {LATENTS: result[0]})
-            return result
-
-        return step
 
     def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
         packer = Packer() if self._spec.modular is None else StatePacker({})

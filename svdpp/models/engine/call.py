@@ -27,6 +27,7 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import GENERATOR, LATENTS, PREDICTION, STATE, AfterStep, Partner, Tensors
 from svdpp.models.engine import records
+from svdpp.models.engine.hooks import hooked
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 
 # The table shows a clip of 6 steps on two ranks, of which the second runs steps [3, 6) and decodes.
@@ -187,7 +188,7 @@ class RangeCall:
             self._zeros[place] = records.zeros_for(known[place], self._device)
         return self._zeros[place]
 
-    def step(self, scheduler: Any, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def step(self, scheduler: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `scheduler.step`; in a phantom step, return the result from the packet instead.
 
         Args:
@@ -199,7 +200,7 @@ class RangeCall:
         known = (place for place, (known, _) in enumerate(self._schedulers) if known is scheduler)
         if (place := next(known, None)) is None:
             place = len(self._schedulers)
-            self._schedulers.append((scheduler, records.scheduler_snapshot(scheduler)))
+            self._schedulers.append((scheduler, records.snapshot_attributes(scheduler)))
         self._stepped = True
         if self._index < self.start:
             result = self._phantom_step(scheduler, place)
@@ -322,13 +323,8 @@ class RangeCall:
             for part, value in list(vars(pipe).items()):
                 if isinstance(value, VaeImageProcessor):
                     stack.enter_context(self._recording(part, value))
-            scheduler = pipe.scheduler
-            scheduler.__class__ = hooked_scheduler_class(scheduler.__class__)
-            scheduler._step_hook = self
-            try:
-                yield
-            finally:
-                del scheduler._step_hook  # also frees the packet
+            stack.enter_context(hooked(pipe.scheduler, self, {"step": "step"}))
+            yield
 
     def _recording(self, part: str, component: Any) -> Any:
         methods = records.component_methods(component).items()
@@ -358,22 +354,6 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
     """
     name = "callback_on_step_end"
     return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
-
-
-@functools.cache
-def hooked_scheduler_class(real: Any) -> Any:
-    """Return a subclass of a scheduler class, whose `step` calls `self._step_hook.step`.
-
-    The hook gets the scheduler, the real method, and its arguments: see `RangeCall.step`.
-    """
-
-    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._step_hook.step(self, functools.partial(real.step, self), args, kwargs)
-
-    # The subclass keeps name and signature, because pipelines inspect the signature of `step`, and
-    # diffusers writes the class's name into the config.
-    methods = {"step": functools.wraps(real.step)(step), "__module__": real.__module__}
-    return type(real.__name__, (real,), methods)
 
 
 # --- one branch of the guidance on each of two ranks ---

@@ -45,8 +45,16 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, AfterStep, Tensors
 from svdpp.models.engine.call import global_states
+from svdpp.models.engine.hooks import hook
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker, StateUnpacker
-from svdpp.models.engine.records import Node, patch_methods, step_latent, tensors_differ
+from svdpp.models.engine.records import (
+    Node,
+    is_unchanged,
+    patch_methods,
+    snapshot_attributes,
+    step_latent,
+    tensors_differ,
+)
 
 
 class _Stop(BaseException):
@@ -437,7 +445,7 @@ class ModularCall:
                 changed = {
                     name: value
                     for name, value in attributes.items()
-                    if name not in before or not _is_same(value, before[name])
+                    if name not in before or not is_unchanged(before[name], value)
                 }
                 nodes = {}
                 for name, value in changed.items():
@@ -492,7 +500,7 @@ class ModularCall:
         self._values = {name: get(node) for name, node in self.given["state"]}
         for value in (*self._values.values(), *self._received_block_state.values()):
             if isinstance(value, SchedulerMixin):
-                self._hook(value)
+                self._hook_scheduler(value)
         self._set_attributes()
 
     def _set_attributes(self) -> None:
@@ -537,7 +545,7 @@ class ModularCall:
                 setattr(pipe, name, part)
                 stack.callback(setattr, pipe, name, own[name])
                 if isinstance(part, SchedulerMixin):
-                    self._hook(part)
+                    self._hook_scheduler(part)
             for name, denoiser in self._denoisers.items():
                 stack.callback(_set_back, denoiser, self._before[name])
                 forward = self._denoiser(name, denoiser)
@@ -563,16 +571,17 @@ class ModularCall:
         return forward
 
     def _hook_tree(self, block: Any) -> None:
-        if _is_leaf(block) or isinstance(block, ConditionalPipelineBlocks):
-            self._hook(block)
+        if isinstance(block, ConditionalPipelineBlocks):
+            hook(block, self, {"select_block": "select"})
+        elif isinstance(block, LoopSequentialPipelineBlocks):
+            hook(block, self, {"__call__": "run_block", "loop_step": "run_iteration"})
+        elif not block.sub_blocks:
+            hook(block, self, {"__call__": "run_block"})
         for each in block.sub_blocks.values():
             self._hook_tree(each)
 
-    def _hook(self, thing: Any) -> None:
-        if not hasattr(thing, "_modular_call"):
-            real: Any = type(thing)
-            thing.__class__ = _hooked_class(real)
-        thing._modular_call = self
+    def _hook_scheduler(self, scheduler: Any) -> None:
+        hook(scheduler, self, {"step": "step", "set_timesteps": "set_timesteps"})
 
 
 class _Entry:
@@ -593,36 +602,6 @@ class _Entry:
             if self.values[name]._version != version
         )
         return next(changed, None)
-
-
-@functools.cache
-def _hooked_class(real: Any) -> Any:
-    """Return a subclass of a block's or scheduler's class whose methods call a `ModularCall`."""
-    # Name and signatures stay: pipelines inspect them, and diffusers writes the class's name into
-    # the config.
-    names = {"__module__": real.__module__, "__qualname__": real.__qualname__}
-    methods: dict[str, Any] = {**names}
-
-    def hook(name: str, handler: str) -> None:
-        method = getattr(real, name)
-
-        @functools.wraps(method)
-        def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-            handle = getattr(self._modular_call, handler)
-            return handle(self, functools.partial(method, self), *args, **kwargs)
-
-        methods[name] = hooked
-
-    if issubclass(real, SchedulerMixin):
-        hook("step", "step")
-        hook("set_timesteps", "set_timesteps")
-    elif issubclass(real, ConditionalPipelineBlocks):
-        hook("select_block", "select")
-    else:
-        hook("__call__", "run_block")
-    if issubclass(real, LoopSequentialPipelineBlocks):
-        hook("loop_step", "run_iteration")
-    return type(real.__name__, (real,), methods)
 
 
 def _traced_class(first_uses: dict[str, str]) -> Any:
@@ -707,8 +686,8 @@ def _attributes_of(component: Any) -> _Attributes:
             )
     return {
         name: {
-            key: copy.copy(value) if isinstance(value, (list, dict)) else value
-            for key, value in vars(module).items()
+            key: value
+            for key, value in snapshot_attributes(module).items()
             if key not in NOT_STATE and not key.endswith("_hooks")
         }
         for name, module in modules.items()
@@ -722,16 +701,6 @@ def _set_back(component: Any, before: _Attributes) -> None:
         for added in attributes.keys() - before[name].keys():
             object.__delattr__(modules[name], added)
         vars(modules[name]).update(before[name])
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    return one is other or (isinstance(one, (int, float, str)) and one == other)
 
 
 def _generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:

@@ -7,7 +7,6 @@ random generators, dtypes, NumPy arrays, schedulers, and objects of diffusers an
 from __future__ import annotations
 
 import enum
-import importlib
 from collections.abc import Callable
 from dataclasses import is_dataclass
 from typing import Any
@@ -17,10 +16,17 @@ import torch
 
 from svdpp.errors import ModelError
 from svdpp.models.base import Tensors
-from svdpp.models.engine.records import Node, Packer
+from svdpp.models.engine.hooks import HOOK
+from svdpp.models.engine.records import (
+    Node,
+    Packer,
+    class_path,
+    is_of_library,
+    library_class,
+    unpack_tensor,
+    zero_tensor,
+)
 
-# Packages whose classes a packet may name.
-_LIBRARIES = ("diffusers", "transformers")
 _SEQUENCES: dict[type, str] = {list: "list", tuple: "tuple", set: "set", torch.Size: "size"}
 _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
     "list": list,
@@ -104,8 +110,8 @@ class StatePacker(Packer):
             return {"kind": "dtype", "value": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"kind": "device", "is_host": value.type == "cpu"}
-        if isinstance(value, enum.Enum) and _is_known(type(value)):
-            return {"kind": "enum", "class": _path(type(value)), "value": value.value}
+        if isinstance(value, enum.Enum) and is_of_library(type(value)):
+            return {"kind": "enum", "class": class_path(type(value)), "value": value.value}
         if type(value) in (tuple, set, torch.Size):
             items = [part(each, place) for place, each in enumerate(value)]
             return {"kind": _SEQUENCES[type(value)], "items": items}
@@ -158,16 +164,16 @@ class StatePacker(Packer):
                 "kind": "list",
                 "items": [part(each, place) for place, each in enumerate(value)],
             }
-        if isinstance(value, dict) and (kind is dict or _is_known(kind)):
+        if isinstance(value, dict) and (kind is dict or is_of_library(kind)):
             return lambda: {
                 "kind": "dict",
-                "class": None if kind is dict else _path(kind),
+                "class": None if kind is dict else class_path(kind),
                 "items": [[part(key, "key"), part(each, key)] for key, each in value.items()],
             }
-        if _is_known(kind) and hasattr(value, "__dict__") and not _computes(value):
+        if is_of_library(kind) and hasattr(value, "__dict__") and not _computes(value):
             return lambda: {
                 "kind": "object",
-                "class": _path(kind),
+                "class": class_path(kind),
                 "items": [
                     [key, part(each, key)]
                     for key, each in vars(value).items()
@@ -186,7 +192,7 @@ class StatePacker(Packer):
 
 #: Attributes that the engine, torch or diffusers add to objects, and that are no state.
 NOT_STATE = frozenset(
-    {"_parameters", "_modules", "_modular_call", "_internal_dict", "forward", "_diffusers_hook"}
+    {"_parameters", "_modules", HOOK, "_internal_dict", "forward", "_diffusers_hook"}
 )
 
 
@@ -238,7 +244,7 @@ class StateUnpacker:
             case "device":
                 return torch.device("cpu") if node["is_host"] else self._device
             case "enum":
-                return _class_of(node["class"])(node["value"])
+                return library_class(node["class"])(node["value"])
             case "tuple" | "set" | "size" as kind:
                 return _MAKERS[kind]([self.get(each) for each in node["items"]])
         return self._object(node)
@@ -259,10 +265,10 @@ class StateUnpacker:
             value.extend(self.get(each) for each in node["items"])
         elif node["kind"] == "dict":
             items = {self.get(key): self.get(each) for key, each in node["items"]}
-            kind = dict if node["class"] is None else _class_of(node["class"])
+            kind = dict if node["class"] is None else library_class(node["class"])
             value = kind(**items) if is_dataclass(kind) else kind(items)
         else:
-            kind = _class_of(node["class"])
+            kind = library_class(node["class"])
             value = self._objects[node["id"]] = kind.__new__(kind)
             for key, each in node["items"]:
                 object.__setattr__(value, key, self.get(each))
@@ -270,18 +276,13 @@ class StateUnpacker:
         return value
 
     def _tensor(self, node: Node) -> torch.Tensor:
-        name, shape, dtype = node["name"], node["shape"], getattr(torch, node["dtype"])
+        name = node["name"]
+        if name is None and self._zeros:
+            return zero_tensor(node, self._device)
         if name is None:
-            number = 0 if self._zeros or not dtype.is_floating_point else torch.nan
-            filled = torch.full((), number, dtype=dtype, device=self._device).expand(shape)
-            return filled.clone() if self._zeros else filled
-        if name not in self._made:  # a copy, because blocks write into tensors
-            source = self._tensors[name]
-            if node["stride"] is None:
-                self._made[name] = source.clone()
-            else:
-                empty = source.new_empty_strided(shape, node["stride"])
-                self._made[name] = empty.copy_(source)
+            return unpack_tensor(node, {}, self._device)
+        if name not in self._made:
+            self._made[name] = unpack_tensor(node, self._tensors, self._device)
         return self._made[name]
 
 
@@ -289,31 +290,6 @@ def _absent(description: str) -> Node:
     return {"kind": "absent", "description": description}
 
 
-def _is_known(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in _LIBRARIES
-
-
-def _path(kind: type) -> str:
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
 def _computes(value: Any) -> bool:
     """Whether a value is a module or a component that computes, which no packet carries."""
     return isinstance(value, torch.nn.Module) or callable(getattr(value, "forward", None))
-
-
-def _class_of(path: str) -> Any:
-    """Return a class of diffusers or transformers by its path; reject other classes.
-
-    Raises:
-        ValueError: The path names no class of these libraries.
-    """
-    module, _, name = path.partition(":")
-    found: Any = None
-    if module.split(".")[0] in _LIBRARIES:
-        found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    if not isinstance(found, type):
-        raise ValueError(f"a packet names the class {path}")
-    return found

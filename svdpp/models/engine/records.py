@@ -28,12 +28,15 @@ from transformers.utils import ModelOutput
 from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
+from svdpp.models.engine.hooks import HOOK
 
 #: Node of a structure: a JSON object whose key `kind` determines which other keys it has.
 Node = dict[str, Any]
 
 # Attributes of a scheduler that are not part of its state: one of the engine, one of diffusers.
-_NOT_STATE = ("_step_hook", "_internal_dict")
+_NOT_STATE = (HOOK, "_internal_dict")
+# Packages whose classes a packet may name.
+_LIBRARIES = ("diffusers", "transformers")
 
 # Pipeline method whose result contains the initial latent as the first tensor.
 _NOISE_RECORD = "prepare_latents"
@@ -93,8 +96,7 @@ class Packer:
             )
         node = {"items": {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}}
         if isinstance(value, (BaseOutput, ModelOutput)):
-            cls = f"{type(value).__module__}:{type(value).__name__}"
-            return {"kind": "output", "class": cls, **node}
+            return {"kind": "output", "class": class_path(type(value)), **node}
         return {"kind": "dict", **node}
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
@@ -144,29 +146,31 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
         ValueError: The structure names a class other than the output classes of diffusers and
             transformers.
     """
+    return _build(node, lambda leaf: unpack_tensor(leaf, tensors, device))
 
-    def tensor(leaf: Node) -> torch.Tensor:
-        if leaf["name"] is None:
-            dtype = getattr(torch, leaf["dtype"])
-            number = torch.nan if dtype.is_floating_point else 0
-            return torch.full((), number, dtype=dtype, device=device).expand(leaf["shape"])
-        source = tensors[leaf["name"]]
-        if leaf["stride"] is None:
-            return source.clone()
-        return source.new_empty_strided(leaf["shape"], leaf["stride"]).copy_(source)
 
-    return _build(node, tensor)
+def unpack_tensor(leaf: Node, tensors: Tensors, device: torch.device) -> torch.Tensor:
+    """Rebuild a tensor from its node; see `unpack`."""
+    if leaf["name"] is None:
+        dtype = getattr(torch, leaf["dtype"])
+        number = torch.nan if dtype.is_floating_point else 0
+        return torch.full((), number, dtype=dtype, device=device).expand(leaf["shape"])
+    source = tensors[leaf["name"]]
+    if leaf["stride"] is None:
+        return source.clone()
+    return source.new_empty_strided(leaf["shape"], leaf["stride"]).copy_(source)
 
 
 def zeros_for(node: Node, device: torch.device) -> Any:
     """Rebuild a value from its structure, with zeros on a device in place of all tensors."""
+    return _build(node, lambda leaf: zero_tensor(leaf, device))
 
-    def tensor(leaf: Node) -> torch.Tensor:
-        shape, stride = leaf["shape"], leaf["stride"]
-        made = torch.zeros(shape, dtype=getattr(torch, leaf["dtype"]), device=device)
-        return made if stride is None else made.as_strided(shape, stride)
 
-    return _build(node, tensor)
+def zero_tensor(leaf: Node, device: torch.device) -> torch.Tensor:
+    """Return zeros with the shape, dtype and strides of a tensor's node."""
+    shape, stride = leaf["shape"], leaf["stride"]
+    made = torch.zeros(shape, dtype=getattr(torch, leaf["dtype"]), device=device)
+    return made if stride is None else made.as_strided(shape, stride)
 
 
 def leaves(node: Node) -> list[Node]:
@@ -216,19 +220,44 @@ def _output_class(path: str) -> Any:
     Raises:
         ValueError: The path names another class, which is not imported.
     """
-    module, _, name = path.partition(":")
-    known = module.split(".")[0] in ("diffusers", "transformers")
-    cls = getattr(importlib.import_module(module), name) if known else None
-    if not (isinstance(cls, type) and issubclass(cls, OrderedDict)):
+    cls = library_class(path)
+    if not issubclass(cls, OrderedDict):
         raise ValueError(f"a packet names the class {path}")
     return cls
 
 
-def scheduler_snapshot(scheduler: Any) -> dict[str, Any]:
-    """Return a copy of a scheduler's `__dict__` before its first step, for `scheduler_changes`."""
+def is_of_library(cls: type) -> bool:
+    """Whether a class is one of diffusers or transformers, which a packet may name."""
+    return cls.__module__.split(".")[0] in _LIBRARIES
+
+
+def class_path(cls: type) -> str:
+    """Return the path of a class (module:name), by which `library_class` finds it."""
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def library_class(path: str) -> Any:
+    """Return the class of diffusers or transformers at `path` (module:name).
+
+    Raises:
+        ValueError: The path names no class of these libraries. No other module is imported.
+    """
+    module, _, name = path.partition(":")
+    found: Any = None
+    if module.split(".")[0] in _LIBRARIES:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    if not isinstance(found, type):
+        raise ValueError(f"a packet names the class {path}")
+    return found
+
+
+def snapshot_attributes(value: Any) -> dict[str, Any]:
+    """Return a copy of an object's `__dict__`, such as a scheduler's before its first step."""
     return {
-        key: copy.copy(value) if isinstance(value, (list, dict)) else value
-        for key, value in scheduler.__dict__.items()
+        key: copy.copy(each) if isinstance(each, (list, dict)) else each
+        for key, each in vars(value).items()
     }
 
 
@@ -236,21 +265,29 @@ def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, An
     """Return the attributes of a scheduler that `scheduler.step` has changed, by name.
 
     Args:
-        before: Result of `scheduler_snapshot` for the scheduler.
+        before: Result of `snapshot_attributes` for the scheduler.
         scheduler: Scheduler after some steps.
     """
     return {
         key: value
         for key, value in scheduler.__dict__.items()
-        if key not in _NOT_STATE and not (key in before and _is_unchanged(before[key], value))
+        if key not in _NOT_STATE and not (key in before and is_unchanged(before[key], value))
     }
 
 
-def _is_unchanged(before: Any, now: Any) -> bool:
-    if isinstance(before, (list, tuple)) and type(before) is type(now):
-        return len(before) == len(now) and all(map(_is_unchanged, before, now))
-    plain = isinstance(before, (int, float, str)) and type(before) is type(now)
-    return before is now or (plain and bool(before == now))
+def is_unchanged(before: Any, now: Any) -> bool:
+    """Whether an attribute still has its earlier value.
+
+    It has if it is the same object, an equal plain value, or a list, tuple or dict of these.
+    """
+    if type(before) is not type(now):
+        return False
+    if isinstance(before, (list, tuple)):
+        return len(before) == len(now) and all(map(is_unchanged, before, now))
+    if isinstance(before, dict):
+        same_keys = before.keys() == now.keys()
+        return same_keys and all(is_unchanged(before[key], now[key]) for key in before)
+    return before is now or (isinstance(before, (int, float, str)) and bool(before == now))
 
 
 #: Most axes of a latent: batch, channels, frames, height and width.

@@ -1,0 +1,59 @@
+"""Hooks at methods of objects of diffusers, which their copies keep."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+#: Attribute with the object that handles the hooked methods.
+HOOK = "_svdpp_hook"
+
+
+def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
+    """Make some methods of an object, and of later copies of it, call methods of a handler.
+
+    The class of the object is replaced by a subclass. A second call only changes the handler.
+
+    Args:
+        target: Scheduler, or block of a modular pipeline.
+        handler: Object whose methods get the hooked object, the real method bound to it, and the
+            arguments of the call. To serve copies of the object, it must be its own deep copy.
+        methods: Names of the handler's methods, by the names of the object's methods.
+    """
+    if not hasattr(target, HOOK):
+        real: Any = type(target)
+        target.__class__ = _hooked_class(real, tuple(methods.items()))
+    setattr(target, HOOK, handler)
+
+
+@contextmanager
+def hooked(target: Any, handler: Any, methods: dict[str, str]) -> Iterator[None]:
+    """Hook methods of an object during the block; see `hook`."""
+    plain = target.__class__
+    hook(target, handler, methods)
+    try:
+        yield
+    finally:
+        delattr(target, HOOK)  # also frees what the handler holds
+        target.__class__ = plain
+
+
+@functools.cache
+def _hooked_class(real: Any, methods: tuple[tuple[str, str], ...]) -> Any:
+    # The subclass keeps names and signatures, because pipelines inspect them, and diffusers writes
+    # the name of a scheduler's class into the config.
+    own: dict[str, Any] = {"__module__": real.__module__, "__qualname__": real.__qualname__}
+    for name, handled_by in methods:
+        own[name] = _hooked_method(getattr(real, name), handled_by)
+    return type(real.__name__, (real,), own)
+
+
+def _hooked_method(real: Any, handled_by: str) -> Any:
+    @functools.wraps(real)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = getattr(getattr(self, HOOK), handled_by)
+        return handle(self, functools.partial(real, self), *args, **kwargs)
+
+    return method
