@@ -342,8 +342,7 @@ def call_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of the pipeline's `__call__` for one clip, without default values.
 
-    The function also sets a new scheduler in the pipeline, and a guider with the clip's guidance
-    scale if the pipeline has guiders.
+    The function also sets the clip's scheduler and guiders in the pipeline.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -353,14 +352,7 @@ def call_arguments(
         source: Images, frames or videos that the clip starts from; None: the clip starts from text.
     """
     spec = checkpoint.spec
-    pipe.scheduler = checkpoint.build_scheduler(sampling)
-    guiders = {"guider": "guidance_scale"} if spec.modular is None else spec.modular.guiders
-    for name, parameter in guiders.items():
-        if (guider := getattr(pipe, name, None)) is not None:
-            own = getattr(sampling, parameter)
-            scale = sampling.guidance_scale if own is None else own
-            config = {**guider.config, "guidance_scale": scale}
-            setattr(pipe, name, type(guider).from_config(config))
+    set_scheduler_and_guiders(pipe, checkpoint, sampling)
     device = spec.generator_device(checkpoint, sampling, str(pipe.device))
     if isinstance(source, Image.Image) and spec.size_from_image:
         source = source.resize((sampling.width, sampling.height), Image.Resampling.LANCZOS)
@@ -375,6 +367,25 @@ def call_arguments(
     }
     known = {name: value for name, value in given.items() if value is not None}
     return {**known, **spec.call_arguments(sampling)}
+
+
+def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
+    """Set a new scheduler in a pipeline, and new guiders with a clip's scales if it has guiders.
+
+    Args:
+        pipe: Pipeline of diffusers, which is changed.
+        checkpoint: Checkpoint of the pipeline.
+        sampling: Resolved sampling parameters of the clip.
+    """
+    pipe.scheduler = checkpoint.build_scheduler(sampling)
+    modular = checkpoint.spec.modular
+    guiders = {"guider": "guidance_scale"} if modular is None else modular.guiders
+    for name, parameter in guiders.items():
+        if (guider := getattr(pipe, name, None)) is not None:
+            own = getattr(sampling, parameter)
+            scale = sampling.guidance_scale if own is None else own
+            config = {**guider.config, "guidance_scale": scale}
+            setattr(pipe, name, type(guider).from_config(config))
 
 
 def _accepted_arguments(pipe: Any, spec: FamilySpec) -> Iterable[str]:

@@ -41,9 +41,10 @@ from diffusers.modular_pipelines.modular_pipeline import (
 )
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
+from svdpp.config import LatentSpec
 from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
-from svdpp.models.base import LATENTS, AfterStep, Tensors
+from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
 from svdpp.models.engine.call import global_states
 from svdpp.models.engine.hooks import hook
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker, StateUnpacker
@@ -82,6 +83,8 @@ class ModularCall:
     """Tensors of the received packet."""
     end: int | None
     """Step before which the call ends; None: the call runs to the end of the pipeline."""
+    blank: LatentSpec | None = None
+    """Spec of the latent before the first step. Zeros of it travel if the pipeline has none yet."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
 
@@ -117,15 +120,9 @@ class ModularCall:
         self._ran_step = False
         self._entry: _Entry | None = None
 
-    def packet(self, inputs: Node | None = None) -> Tensors:
-        """Return the packet for the next rank.
-
-        Args:
-            inputs: Facts about the clip that later calls need, if this call encodes; None: the
-                facts in the received packet.
-        """
-        known = self.given["given"] if self.given else inputs
-        return self._packer.packet({**self._structure, "given": known})
+    def packet(self) -> Tensors:
+        """Return the packet for the next rank."""
+        return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
         return self  # a pipeline may copy its scheduler: the copy is hooked as well
@@ -201,6 +198,10 @@ class ModularCall:
             self._loop = block
             if self._steps == self.end and self._resume is None:
                 self._latents = state.values.get(LATENTS)
+                if self._latents is None:  # each chunk draws its own noise
+                    assert self.blank is not None
+                    dtype = DTYPES[self.blank.dtype]
+                    self._latents = torch.zeros(self.blank.shape, dtype=dtype, device=self._device)
                 self._pack(None)
         result = real(components, state)
         self._loop = None
@@ -362,9 +363,8 @@ class ModularCall:
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
                     raise self._error(f"changes {name} in place in a block with steps inside")
-        latents = None
-        if self._latents is not None:
-            latents = packer.pack(_same_in(values, self._latents), LATENTS)
+        assert self._latents is not None
+        latents = packer.pack(_same_in(values, self._latents), LATENTS)
         # Values that an iteration writes before it reads them need not travel. This is known only
         # after a whole iteration, and packets must not depend on where their calls began: so not
         # if an iteration has several steps.

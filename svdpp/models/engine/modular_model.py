@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from svdpp.config import ClipRequest
 from svdpp.config.families.spec import ModularSpec
-from svdpp.models.base import DTYPES, LATENTS, AfterStep, Partner, PreparedInput, Tensors
-from svdpp.models.engine.model import EngineModel, call_arguments
+from svdpp.models.base import AfterStep, Partner, PreparedInput, Tensors
+from svdpp.models.engine.model import EngineModel, call_arguments, set_scheduler_and_guiders
 from svdpp.models.engine.modular_call import ModularCall
 from svdpp.models.engine.records import patch_methods, read_structure
 
@@ -23,31 +21,21 @@ class ModularModel(EngineModel):
         assert self._spec.modular is not None
         return self._spec.modular
 
-    def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of all tensors that a packet must have, by name.
-
-        Args:
-            tensors: Tensors of the packet; one of them is the structure, which names the others.
-
-        Raises:
-            ValueError: The structure cannot be read.
-        """
-        latent = self.latent_spec(0)
-        blank = {LATENTS: (latent.shape, DTYPES[latent.dtype])}  # see `encode`
-        return {**blank, **super().tensor_specs(tensors)}
-
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:
         """Encode a clip's prompts and image, and draw its noise; see `EngineModel.encode`."""
         assert bool(prepared) == self._sampling.from_image
         source: Any = prepared or None
         inputs = call_arguments(self._pipe, self._checkpoint, self._sampling, request, source)
-        call = ModularCall(pipe=self._pipe, spec=self._spec, given=None, received={}, end=0)
+        call = ModularCall(
+            pipe=self._pipe,
+            spec=self._spec,
+            given=None,
+            received={},
+            end=0,
+            blank=self.latent_spec(0),
+        )
         call.run({**inputs, "output_type": "pt"})
-        packet = call.packet({"negative_prompt": request.negative_prompt is not None})
-        if LATENTS not in packet:  # each chunk draws its own noise, so there is no latent yet
-            spec = self.latent_spec(0)
-            packet[LATENTS] = torch.zeros(spec.shape, dtype=DTYPES[spec.dtype], device=self.device)
-        return packet
+        return call.packet()
 
     def denoise(
         self,
@@ -83,8 +71,7 @@ class ModularModel(EngineModel):
     def _later_modular_call(
         self, tensors: Tensors, end: int | None, after_step: AfterStep | None = None
     ) -> ModularCall:
-        # The scheduler and the guiders are those of the clip's parameters, as in the encode.
-        call_arguments(self._pipe, self._checkpoint, self._sampling, ClipRequest(seed=0), None)
+        set_scheduler_and_guiders(self._pipe, self._checkpoint, self._sampling)
         return ModularCall(
             pipe=self._pipe,
             spec=self._spec,
