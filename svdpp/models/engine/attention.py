@@ -6,7 +6,6 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,6 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from svdpp.config.pipeline import ATTENTION_REPEATS
 from svdpp.errors import RequestError, first_line, is_out_of_memory, nearest
 from svdpp.models.checkpoint import Checkpoint
-from svdpp.models.files import library_errors
 
 #: Classes of modules whose processor gets a backend from the method `set_attention_backend` of
 #: diffusers.
@@ -55,9 +53,7 @@ def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
     for part, class_name in checkpoint.classes:
         if part not in checkpoint.spec.denoisers:
             continue
-        with library_errors(part, checkpoint):
-            is_used = _takes_backends(class_name, checkpoint.folder, part)
-        if not is_used:
+        if not _takes_backends(checkpoint, part):
             raise RequestError(
                 f"`attention_backend` has no effect on {checkpoint.label}: its {class_name} "
                 "computes attention without the backends of diffusers",
@@ -105,15 +101,12 @@ def _check_usable(name: str) -> None:
 
 
 @functools.lru_cache
-def _takes_backends(class_name: str, folder: Path, part: str) -> bool:
+def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
     """Whether `set_attention_backend` changes how a component computes attention."""
     # This imports transformers, which takes seconds; a trial of the backends does not need it.
-    from svdpp.models.engine.load import build_module, component_class
+    from svdpp.models.engine.load import build_without_weights
 
-    cls = component_class(part, class_name)
-    with torch.device("meta"):
-        module = build_module(cls, folder / part)
-    return any(_processors(module))
+    return any(_processors(build_without_weights(checkpoint, part)))
 
 
 def _processors(module: torch.nn.Module) -> Iterator[Any]:

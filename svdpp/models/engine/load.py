@@ -115,7 +115,7 @@ def load_pipeline(
                 delattr(module, unused)
             apply_memory_options(checkpoint, part, module, model)
         else:
-            parts[part] = _skeleton(cls, checkpoint, part, dtype, place)
+            parts[part] = _skeleton(checkpoint, part, dtype, place)
     return build_pipeline(checkpoint, sampling.from_image, parts, place)
 
 
@@ -372,20 +372,33 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
 # 3. A component without its weights.
 
 
-def _skeleton(
-    cls: Any, checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device
-) -> Any:
+def _skeleton(checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a skeleton: a component with its config, and with weights on the meta device.
 
     A rank has skeletons in place of components that only other ranks run. A computation with a
     skeleton raises an error, so it cannot give wrong numbers.
     """
-    with library_errors(part, checkpoint), torch.device("meta"):
-        module = build_module(cls, checkpoint.folder / part).eval()
+    module = build_without_weights(checkpoint, part)
     torch.nn.Module.to(module, dtype)  # `to` of the class would warn about float32
+    cls: Any = type(module)
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
     return module
+
+
+def build_without_weights(checkpoint: Checkpoint, part: str) -> Any:
+    """Create a component from its config, in eval mode, with weights on the meta device.
+
+    Args:
+        checkpoint: Checkpoint, of which only configs are read.
+        part: Name of the component.
+
+    Raises:
+        ModelError: The library cannot make the component.
+    """
+    cls = component_class(part, dict(checkpoint.classes)[part])
+    with library_errors(part, checkpoint), torch.device("meta"):
+        return build_module(cls, checkpoint.folder / part).eval()
 
 
 def build_module(cls: Any, folder: Path) -> Any:

@@ -25,7 +25,6 @@ from svdpp.models.base import TILE, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine import load
 from svdpp.models.engine.records import patch_methods
-from svdpp.models.files import library_errors
 from svdpp.plan.actions import DecodeRange
 
 
@@ -181,8 +180,6 @@ def _count_tiles(
 @functools.lru_cache(4)
 def _vae_without_weights(checkpoint: Checkpoint) -> Any:
     load.silence_libraries()
-    cls = load.component_class("vae", dict(checkpoint.classes)["vae"])
-    with library_errors("vae", checkpoint), torch.device("meta"):
-        vae = load.build_module(cls, checkpoint.folder / "vae").eval()
+    vae = load.build_without_weights(checkpoint, "vae")
     vae.enable_tiling()
     return vae
