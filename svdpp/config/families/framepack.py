@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.chunks import check_steps_of_chunks
 from svdpp.config.families.spec import TWO_TEXT_ENCODERS, FamilySpec, two_images
-from svdpp.config.limits import MAX_FRAMES, require
+from svdpp.config.limits import MAX_FRAMES
 from svdpp.config.sampling import PromptedSampling
 
 # Number of frames that each chunk adds to a clip.
@@ -35,22 +36,13 @@ class FramepackSampling(PromptedSampling):
     max_sequence_length: int = 256
 
 
-def _check_sampling(_: object, sampling: Any) -> None:
-    frames, steps = sampling.num_frames, sampling.num_inference_steps
-    chunks = (frames - 1) // _CHUNK
-    require(
-        steps % chunks == 0,
-        f"`num_inference_steps` counts the steps of all chunks: for the {chunks} chunks of "
-        f"{frames} frames it must be a multiple of {chunks}, got {steps}",
-        frames=frames,
-        chunks=chunks,
-        steps=steps,
-    )
+def _chunks_of(sampling: Any) -> int:
+    return int((sampling.num_frames - 1) // _CHUNK)
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
     """Return `num_inference_steps` for one chunk, and `num_frames` for the number of chunks."""
-    chunks = (sampling.num_frames - 1) // _CHUNK
+    chunks = _chunks_of(sampling)
     return {
         "num_frames": chunks * _WINDOW,
         "num_inference_steps": sampling.num_inference_steps // chunks,
@@ -72,7 +64,7 @@ FRAMEPACK = FamilySpec(
     record_uses={"encode_image": 0},
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(1 + _CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
-    check_sampling=_check_sampling,
+    check_sampling=lambda _, sampling: check_steps_of_chunks(sampling, _chunks_of(sampling)),
     call_arguments=_call_arguments,
 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.chunks import check_steps_of_chunks
 from svdpp.config.families.spec import (
     CheckpointConfigs,
     CheckpointFacts,
@@ -19,7 +20,7 @@ _LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
 
 
 def _frames_of(chunks: int) -> int:
-    """Return the frames of a clip of several chunks, of which the pipeline cuts off the last."""
+    """Return the number of frames that the pipeline keeps of a number of whole chunks."""
     return (_CHUNK * chunks - 1) // _TEMPORAL * _TEMPORAL + 1
 
 
@@ -57,20 +58,11 @@ class HeliosSampling(PromptedSampling):
 
 
 def _check_sampling(_: object, sampling: Any) -> None:
-    frames, steps = sampling.num_frames, sampling.num_inference_steps
-    chunks = _chunks_of(frames)
-    require(
-        steps % chunks == 0,
-        f"`num_inference_steps` counts those of all chunks: for {frames} frames it must be a "
-        f"multiple of {chunks}, got {steps}",
-        frames=frames,
-        chunks=chunks,
-        steps=steps,
-    )
+    check_steps_of_chunks(sampling, _chunks_of(sampling.num_frames))
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the steps of each chunk, and the frames of all chunks before the last are cut off."""
+    """Return `num_inference_steps` for one chunk, and `num_frames` of all whole chunks."""
     chunks = _chunks_of(sampling.num_frames)
     steps = sampling.num_inference_steps // chunks
     return {"num_frames": _CHUNK * chunks, "num_inference_steps": steps}

@@ -88,7 +88,7 @@ class VideoCondition:
     index: int
     """Frame of the latent; -1: the last one."""
     strength: float
-    """From 0 (no effect) to 1 (the frame is the image)."""
+    """Weight of the image: 0 (no effect) to 1 (the frame is the image)."""
     crf: int = 0
     """Quality of an H.264 compression of the image; 0: none, as it needs PyAV."""
 
@@ -106,13 +106,15 @@ def _condition_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     return _checkpoint_facts(configs)
 
 
-def _call_arguments(sampling: Any) -> dict[str, Any]:
+def _guidance_arguments(sampling: Any) -> dict[str, Any]:
     has_stg = sampling.stg_scale > 0 or sampling.audio_stg_scale > 0
-    blocks = [sampling.stg_block] if has_stg else None
+    return {"spatio_temporal_guidance_blocks": [sampling.stg_block] if has_stg else None}
+
+
+def _call_arguments(sampling: Any) -> dict[str, Any]:
     # By default diffusers first compresses the input image with H.264, which needs PyAV.
-    is_compressed = sampling.from_image and sampling.family == "ltx2"
-    image = {"image_crf": 0} if is_compressed else {}
-    return {"spatio_temporal_guidance_blocks": blocks, **image}
+    image = {"image_crf": 0} if sampling.from_image else {}
+    return {**_guidance_arguments(sampling), **image}
 
 
 LTX2 = FamilySpec(
@@ -163,6 +165,7 @@ LTX2_CONDITION = replace(
     aliases=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
     initial_latent_source=None,
     checkpoint_facts=_condition_facts,
+    call_arguments=_guidance_arguments,
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
 )
 

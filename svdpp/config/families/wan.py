@@ -181,8 +181,13 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
     return _checkpoint_facts(configs)
 
 
+def _size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
+    vae = configs.of("vae", scale_factor_spatial=8)
+    unit = 2 * vae.positive_int("scale_factor_spatial", 64)
+    return unit, unit
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
     index, has_second = configs.index, "transformer_2" in configs.classes
     ratio = index.values.get("boundary_ratio")
     is_ratio = isinstance(ratio, float) and 0 < ratio < 1
@@ -192,7 +197,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
         raise index.error(message, details={"boundary_ratio": shown(ratio)})
     return {
         "boundary_ratio": ratio,
-        "size_multiple": (unit, unit),
+        "size_multiple": _size_multiple(configs),
         "unused_parameters": () if has_second else ("guidance_scale_2",),
         **image_projection(configs),
         **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
@@ -233,8 +238,7 @@ def _common_modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
         "is set only for Wan 2.2 5B, which diffusers' modular pipelines do not run",
     )
     configs.of("transformer").refuse("pos_embed_seq_len", _TWO_IMAGES)
-    unit = 2 * configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
-    return {"size_multiple": (unit, unit), **image_projection(configs)}
+    return {"size_multiple": _size_multiple(configs), **image_projection(configs)}
 
 
 def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:

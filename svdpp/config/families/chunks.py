@@ -1,0 +1,28 @@
+"""Check of `num_inference_steps` for families that make a clip in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.config.limits import require
+
+
+def check_steps_of_chunks(sampling: Any, chunks: int) -> None:
+    """Check that all chunks of a clip have the same number of steps.
+
+    Args:
+        sampling: Sampling parameters, whose `num_inference_steps` counts the steps of all chunks.
+        chunks: Number of chunks of the clip.
+
+    Raises:
+        RequestError: `num_inference_steps` is not a multiple of `chunks`.
+    """
+    frames, steps = sampling.num_frames, sampling.num_inference_steps
+    require(
+        steps % chunks == 0,
+        f"`num_inference_steps` counts the steps of all chunks: for the {chunks} chunks of "
+        f"{frames} frames it must be a multiple of {chunks}, got {steps}",
+        frames=frames,
+        chunks=chunks,
+        steps=steps,
+    )
