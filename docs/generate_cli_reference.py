@@ -85,7 +85,8 @@ def families() -> str:
     lines = ["| family | models | from | pipelines | schedulers |", "|---|---|---|---|---|"]
     for each in map(describe, SAMPLING_CLASSES):
         pipelines, schedulers = (
-            ", ".join(f"`{name}`" for name in each[what]) for what in ("pipelines", "schedulers")
+            ", ".join(f"`{name}`" for name in each[what]) or "none"
+            for what in ("pipelines", "schedulers")
         )
         cells = (f"`{each['family']}`", each["title"], " or ".join(each["inputs"]))
         lines.append(f"| {' | '.join((*cells, pipelines, schedulers))} |")

@@ -24,6 +24,7 @@ from svdpp.config import (
     limits,
     params_of,
 )
+from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import RequestError, exit_code_of
 from svdpp.plan.split import MAX_PLANNED_STEPS, MAX_RANKS
 from tests.support.markdown_pages import table_rows
@@ -203,6 +204,16 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
 
 
 SECURITY = (ROOT / "docs" / "security.md").read_text()
+
+
+@pytest.mark.parametrize(("family", "steps"), [("echo", 8), ("framepack", 4), ("helios", 4)])
+def test_a_trial_has_a_number_of_steps_that_the_family_can_make(family: str, steps: int) -> None:
+    """The default clips of the last two have 4 chunks; three ranks divide 12 steps."""
+    spec = FAMILY_SPECS[family]
+    sampling = spec.sampling().with_few_steps(2, 2)
+    assert sampling.num_inference_steps == steps
+    spec.check_sampling(None, sampling)  # they read no checkpoint
+    assert spec.sampling().with_few_steps(2, 3).num_inference_steps == (8 if steps == 8 else 12)
 
 
 def test_the_documentation_has_every_limit_and_its_value() -> None:

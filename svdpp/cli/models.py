@@ -165,7 +165,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         "last_image": checkpoint.last_image_use,
         "components": list(checkpoint.weighted_components),
         "experts": checkpoint.num_experts,
-        "schedulers": [checkpoint.scheduler_class],
+        "schedulers": list(filter(None, [checkpoint.scheduler_class])),
         **_describe_demo(name),
     }
 

@@ -5,6 +5,7 @@ Each family defines a subclass with its own parameters, in a module of `config.f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
@@ -204,6 +205,8 @@ class CommonSampling:
     #: Further videos that each clip takes: by the argument of the pipeline's `__call__`, the side
     #: in pixels to which square frames are resized. None: frames are resized to the clip's size.
     videos: ClassVar[Mapping[str, int | None]] = {}
+    #: Whether only the default of `num_inference_steps` is possible.
+    has_fixed_steps: ClassVar[bool] = False
     #: Numeric parameters that only this family has, by name.
     own: ClassVar[Mapping[str, Param]] = {}
 
@@ -275,6 +278,24 @@ class CommonSampling:
     def video_frames(self) -> int | None:
         """Number of frames read from the input video; None: clips do not start from a video."""
         return self.frames if self.from_video else None
+
+    @property
+    def steps_unit(self) -> int:
+        """Number of which the number of steps must be a multiple."""
+        return 1
+
+    def with_few_steps(self, lowest: int, num_ranks: int) -> Self:
+        """Return a copy with few steps, for a trial or a measurement.
+
+        Args:
+            lowest: Smallest number of steps of the copy. The family may need more, or may have a
+                fixed number of steps, which the copy keeps.
+            num_ranks: Number of ranks, by which the number of steps is divisible.
+        """
+        if self.has_fixed_steps:
+            return self
+        unit = math.lcm(self.steps_unit, num_ranks)
+        return replace(self, num_inference_steps=math.ceil(lowest / unit) * unit)
 
     def check_videos(self, names: Collection[str]) -> None:
         """Check that a clip has exactly the further videos that the family takes.

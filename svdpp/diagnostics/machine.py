@@ -458,15 +458,15 @@ def profile(
 def measured_config(config: PipelineConfig) -> PipelineConfig:
     """Return a configuration with few steps, for the measurement.
 
-    Each rank gets two steps. A single rank of a model with prompts gets four, so that each of two
-    experts has a step.
+    Each rank gets two steps, or more if the family needs more. A single rank of a model with
+    prompts gets four, so that each of two experts has a step.
 
     Args:
         config: Configuration to measure. All fields but the number of steps are kept.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares
-    return replace(config, sampling=replace(config.sampling, num_inference_steps=steps))
+    return replace(config, sampling=config.sampling.with_few_steps(steps, config.world_size))
 
 
 def median_costs(

@@ -234,9 +234,12 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return a copy with as many steps as ranks, but at least two, for some schedulers."""
+        """Return a copy with as many steps as ranks, but at least two, for some schedulers.
+
+        The copy has more steps if the family needs more.
+        """
         world_size = self.world_size
-        sampling = replace(self.sampling, num_inference_steps=max(world_size, 2))
+        sampling = self.sampling.with_few_steps(max(world_size, 2), world_size)
         return replace(self, sampling=sampling, num_ranks=world_size)
 
     @property

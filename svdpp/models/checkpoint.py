@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -86,8 +86,10 @@ class Checkpoint:
     """Name of the model's family, such as `wan`."""
     classes: tuple[tuple[str, str], ...]
     """Pairs of the name and the class name of each component, except the scheduler."""
-    scheduler_class: str
+    scheduler_class: str | None
+    """Class name of the scheduler; None: the family's pipelines have no scheduler."""
     scheduler_config: Mapping[str, Any] = field(hash=False)
+    """Values of the scheduler's config; empty if there is no scheduler."""
     size_multiple: tuple[int, int]
     """Numbers of pixels of which the height and the width of a frame must be multiples."""
     model_frames: int = 1
@@ -303,7 +305,7 @@ class Checkpoint:
         return variant_of(self.folder, part, self.variant)
 
     def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
-        """Return a new scheduler of diffusers with the checkpoint's config.
+        """Return a new scheduler of diffusers with the checkpoint's config; None if it has none.
 
         Args:
             sampling: Sampling parameters, whose `flow_shift` replaces the value in the config.
@@ -314,6 +316,8 @@ class Checkpoint:
         """
         import diffusers  # imported here, because this takes seconds
 
+        if self.scheduler_class is None:
+            return None
         name, values = self.scheduler_class, dict(self.scheduler_config)
         if (shift := getattr(sampling, "flow_shift", None)) is not None:
             values["flow_shift" if "flow_shift" in values or "UniPC" in name else "shift"] = shift
@@ -481,25 +485,32 @@ class Configs:
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
-        self.scheduler_class = _entry(index, "scheduler")[1]
-        if self.scheduler_class not in spec.schedulers:
-            named, proven = short_repr(self.scheduler_class), " and ".join(spec.schedulers)
-            first = spec.schedulers[0]
-            raise index.error(
-                f"the scheduler {named} is not supported: this family's steps are proven with "
-                f"{proven}",
-                f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
-                f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
-                details={"scheduler": self.scheduler_class, "supported": list(spec.schedulers)},
-            )
-        self.scheduler = self._checked("scheduler/scheduler_config.json")
-        for key, reason in _REFUSED_OF_SCHEDULERS.items():
-            self.scheduler.refuse(key, reason)
+        #: Class name of the scheduler, and the values of its config; None and empty: without one.
+        self.scheduler_class: str | None = None
+        self.scheduler_config: Mapping[str, Any] = {}
+        if spec.schedulers:
+            self._read_scheduler(spec.schedulers)
         parts = filter(has_weights, self.classes)
         self._configs = {part: self._checked(f"{part}/config.json") for part in parts}
         for part in self.classes.keys() - self._configs.keys():
             for path in sorted((folder / part).glob("*_config.json")):
                 self._checked(f"{part}/{path.name}")
+
+    def _read_scheduler(self, proven: Sequence[str]) -> None:
+        name = _entry(self.index, "scheduler")[1]
+        if name not in proven:
+            first = proven[0]
+            raise self.index.error(
+                f"the scheduler {short_repr(name)} is not supported: this family's steps are "
+                f"proven with {' and '.join(proven)}",
+                f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+                f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
+                details={"scheduler": name, "supported": list(proven)},
+            )
+        config = self._checked("scheduler/scheduler_config.json")
+        for key, reason in _REFUSED_OF_SCHEDULERS.items():
+            config.refuse(key, reason)
+        self.scheduler_class, self.scheduler_config = name, config.values
 
     def _checked(self, name: str) -> JsonFile:
         config = read_json(self._folder, name)
@@ -588,7 +599,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         family=family,
         classes=tuple(configs.classes.items()),
         scheduler_class=configs.scheduler_class,
-        scheduler_config=configs.scheduler.values,
+        scheduler_config=configs.scheduler_config,
         **facts,
     )
     check_loras(model.loras, checkpoint)

@@ -41,6 +41,7 @@ from svdpp.models.engine.load import (
 )
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.model import audio_rate, call_arguments, to_audio
+from svdpp.models.engine.modular_call import denoising_loops
 from svdpp.models.engine.modular_state import StatePacker
 from svdpp.models.engine.records import (
     Packer,
@@ -246,7 +247,10 @@ class Reference:
         steps = _StepObserver(pipe, spec, before_steps, after_step)
         callback = step_callback(pipe, steps.end)
         with ExitStack() as patches:
-            if not callback:
+            if not spec.schedulers:
+                for loop in denoising_loops(pipe, spec.denoisers):
+                    patches.enter_context(hooked(loop, steps, {"loop_step": "run_iteration"}))
+            elif not callback:
                 patches.enter_context(hooked(pipe.scheduler, steps, {"step": "step"}))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
@@ -338,7 +342,7 @@ class _StepObserver:
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
         self._keeps = spec.branches == "calls"
         self._count = 0
-        self._has_evaluated = False
+        self._has_begun = self._has_evaluated = False
         self._state: dict[str, Any] = {}
         self._outputs: list[Any] = []
 
@@ -347,8 +351,10 @@ class _StepObserver:
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not self._state:
-                self._state = snapshot_attributes(self._pipe.scheduler)
+            if not self._has_begun:
+                self._has_begun = True
+                if self._spec.schedulers:
+                    self._state = snapshot_attributes(self._pipe.scheduler)
                 self._before_steps()
             output = real(*args, **kwargs)
             self._has_evaluated = True
@@ -368,9 +374,16 @@ class _StepObserver:
             self.end(None, 0, None, {LATENTS: step_latent(result)})
         return result
 
+    def run_iteration(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an iteration of a denoising loop without a scheduler, which is a step."""
+        components, block_state = real(*args, **kwargs)
+        self.end(None, 0, None, {LATENTS: block_state.latents})
+        return components, block_state
+
     def end(self, _: Any, __: int, ___: Any, values: Tensors) -> Tensors:
         packer = Packer() if self._spec.modular is None else StatePacker({})
-        packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
+        if self._spec.schedulers:
+            packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
             packer.pack(output, f"{PREDICTION}{branch}")
         self._outputs.clear()

@@ -7,17 +7,18 @@ from typing import Any
 from svdpp.config.limits import require
 
 
-def check_steps_of_chunks(sampling: Any, chunks: int) -> None:
-    """Check that all chunks of a clip have the same number of steps.
+def check_steps_of_chunks(_: object, sampling: Any) -> None:
+    """Check that all chunks of a clip have the same number of steps; for `check_sampling`.
 
     Args:
-        sampling: Sampling parameters, whose `num_inference_steps` counts the steps of all chunks.
-        chunks: Number of chunks of the clip.
+        sampling: Sampling parameters, whose `num_inference_steps` counts the steps of all chunks,
+            and whose `steps_unit` is the number of chunks.
 
     Raises:
-        RequestError: `num_inference_steps` is not a multiple of `chunks`.
+        RequestError: `num_inference_steps` is not a multiple of the number of chunks.
     """
     frames, steps = sampling.num_frames, sampling.num_inference_steps
+    chunks = sampling.steps_unit
     require(
         steps % chunks == 0,
         f"`num_inference_steps` counts the steps of all chunks: for the {chunks} chunks of "

@@ -35,6 +35,11 @@ class FramepackSampling(PromptedSampling):
     guidance_scale: float = 10.0
     max_sequence_length: int = 256
 
+    @property
+    def steps_unit(self) -> int:
+        """Number of chunks, which all have the same number of steps."""
+        return _chunks_of(self)
+
 
 def _chunks_of(sampling: Any) -> int:
     return int((sampling.num_frames - 1) // _CHUNK)
@@ -64,7 +69,7 @@ FRAMEPACK = FamilySpec(
     record_uses={"encode_image": 0},
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(1 + _CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
-    check_sampling=lambda _, sampling: check_steps_of_chunks(sampling, _chunks_of(sampling)),
+    check_sampling=check_steps_of_chunks,
     call_arguments=_call_arguments,
 )
 

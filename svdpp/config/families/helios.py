@@ -44,6 +44,11 @@ class HeliosSampling(PromptedSampling):
     guidance_scale: float = 5.0
     max_sequence_length: int = 512
 
+    @property
+    def steps_unit(self) -> int:
+        """Number of chunks, which all have the same number of steps."""
+        return _chunks_of(self.num_frames)
+
     def _check_frames(self) -> None:
         chunks = _chunks_of(self.num_frames)
         below = _frames_of(max(1, chunks - 1))
@@ -55,10 +60,6 @@ class HeliosSampling(PromptedSampling):
             frames=self.num_frames,
             nearest=nearest,
         )
-
-
-def _check_sampling(_: object, sampling: Any) -> None:
-    check_steps_of_chunks(sampling, _chunks_of(sampling.num_frames))
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
@@ -93,7 +94,7 @@ HELIOS = FamilySpec(
     frame_limits=(_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
     modular=ModularSpec(blocks=("HeliosAutoBlocks",)),
     checkpoint_facts=_checkpoint_facts,
-    check_sampling=_check_sampling,
+    check_sampling=check_steps_of_chunks,
     call_arguments=_call_arguments,
 )
 

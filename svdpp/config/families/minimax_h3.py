@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.fixed import check_fixed
 from svdpp.config.families.spec import CheckedCheckpoint, FamilySpec, ModularSpec, two_images
-from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling
 
 
@@ -38,16 +38,7 @@ _FIXED = {
 
 
 def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
-    for name, reason in _FIXED.items():
-        value, only = getattr(sampling, name), getattr(MiniMaxH3Sampling, name)
-        require(
-            value == only,
-            f"`{name}` must be {only}, got {value}: {reason}",
-            "leave it out",
-            field=name,
-            value=value,
-            expected=only,
-        )
+    check_fixed(sampling, _FIXED)
 
 
 def _latent_channels(pipe: Any) -> int:

@@ -159,6 +159,8 @@ class FamilySpec:
     cuts_prompts: bool = True
     """Whether the pipeline cuts prompts at `max_sequence_length` tokens."""
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
+    """Names of the scheduler classes that are proven. Empty: the family's pipelines are modular and
+    have no scheduler, so each iteration of their denoising loop is a step."""
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
     """Names of the components that every encode uses. An encode of an image also uses

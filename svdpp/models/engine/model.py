@@ -370,14 +370,16 @@ def call_arguments(
 
 
 def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Set a new scheduler in a pipeline, and new guiders with a clip's scales if it has guiders.
+    """Set a new scheduler in a pipeline, and new guiders with a clip's scales, if it has any.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
         checkpoint: Checkpoint of the pipeline.
         sampling: Resolved sampling parameters of the clip.
     """
-    pipe.scheduler = checkpoint.build_scheduler(sampling)
+    scheduler = checkpoint.build_scheduler(sampling)
+    if scheduler is not None:
+        pipe.scheduler = scheduler
     modular = checkpoint.spec.modular
     guiders = {"guider": "guidance_scale"} if modular is None else modular.guiders
     for name, parameter in guiders.items():

@@ -15,18 +15,21 @@ unmodified pipeline. Hooks at the blocks skip what other ranks do:
 blocks declare as inputs, and the BlockState. It also has what steps change elsewhere: attributes of
 schedulers, guiders and denoisers, random generators, and the branches of conditional blocks.
 
-A step is one or more calls of denoisers, ended by the first `scheduler.step`. Some pipelines make a
-clip in chunks: an iteration makes one chunk, and one of its sub-blocks runs all steps of the chunk
-in a loop of its own. A call that begins inside such a sub-block runs it from its start with phantom
-steps: until the first step of the call, denoisers return zeros, and `scheduler.step` returns the
-last result of the earlier rank.
+A step is one or more calls of denoisers, ended by the first `scheduler.step`. A pipeline without a
+scheduler makes one step in each iteration: the end of the iteration ends the step, and its latent
+is the value `latents` of the BlockState.
+
+Some pipelines make a clip in chunks: an iteration makes one chunk, and one of its sub-blocks runs
+all steps of the chunk in a loop of its own. A call that begins inside such a sub-block runs it from
+its start with phantom steps: until the first step of the call, denoisers return zeros, and
+`scheduler.step` returns the last result of the earlier rank.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -240,6 +243,11 @@ class ModularCall:
         block_state.__class__ = _traced_class(self._first_uses)
         result = real(components, block_state, **kwargs)
         block_state.__class__ = BlockState
+        if self._evaluations and not self.spec.schedulers:
+            self._inner_steps += 1
+            self._end_step(_values_of(block_state)[LATENTS])
+            if self._steps == self.end:
+                self._pack({"iteration": index, "sub_block": self._sub_block})
         return result
 
     def _run_sub_block(
@@ -660,7 +668,17 @@ def _repeats(block: Any) -> bool:
     return isinstance(block, SequentialPipelineBlocks) and own
 
 
-def _is_loop(block: Any, denoisers: Mapping[str, Any]) -> bool:
+def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
+    """Return the blocks of a modular pipeline that are denoising loops, of all branches.
+
+    Args:
+        pipe: Modular pipeline of diffusers.
+        denoisers: Names of the pipeline's denoisers.
+    """
+    return [leaf for leaf, _ in _leaf_blocks(pipe._blocks) if _is_loop(leaf, denoisers)]
+
+
+def _is_loop(block: Any, denoisers: Collection[str]) -> bool:
     is_loop = isinstance(block, LoopSequentialPipelineBlocks)
     return is_loop and any(name in denoisers for name in block.component_names)
 

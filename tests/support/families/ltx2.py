@@ -12,7 +12,7 @@ from tests.support.tiny_parts import DENOISER, LLM, TEXT, VISION, Parts, letters
 _SIZE = size(32, 32, 9, stg_block=1)
 
 
-def _ltx2(_: bool) -> Parts:
+def ltx2_parts(_: bool) -> Parts:
     text = {**LLM, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 1}
     vision = {**VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(
@@ -60,7 +60,7 @@ def _ltx2(_: bool) -> Parts:
     }
 
 
-PARTS = {"ltx2": _ltx2, "ltx2_condition": _ltx2}
+PARTS = {"ltx2": ltx2_parts, "ltx2_condition": ltx2_parts}
 CASES = {
     "ltx2": Case("ltx2", _SIZE),
     "ltx2-image": Case("ltx2", {**_SIZE, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),

@@ -1,0 +1,30 @@
+"""Check of sampling parameters that a family does not let a user choose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from svdpp.config.limits import require
+
+
+def check_fixed(sampling: Any, reasons: Mapping[str, str]) -> None:
+    """Check that parameters have the family's defaults.
+
+    Args:
+        sampling: Sampling parameters.
+        reasons: Reason why a parameter has only one value, by the name of the parameter.
+
+    Raises:
+        RequestError: A parameter has another value.
+    """
+    for name, reason in reasons.items():
+        value, only = getattr(sampling, name), getattr(type(sampling), name)
+        require(
+            value == only,
+            f"`{name}` must be {only}, got {value}: {reason}",
+            "leave it out",
+            field=name,
+            value=value,
+            expected=only,
+        )
