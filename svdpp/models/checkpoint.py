@@ -160,7 +160,8 @@ class Checkpoint:
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
         """Return the names of all components that a rank with these roles loads."""
-        spec, needed = self.spec, set(self.spec.shared_components)
+        spec = self.spec
+        needed = {*spec.shared_components, *spec.own_guiders}
         if roles.encode:
             needed |= {*spec.encode_components, *(IMAGE_ENCODERS if sampling.from_image else ())}
         if roles.decode:
@@ -687,6 +688,8 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
         return _LIBRARIES[0], entry
     library, name, where = entry
     subfolder = where.get("subfolder")
+    if name is None and not subfolder and where.get("pretrained_model_name_or_path") is None:
+        return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
     if subfolder != part:
         raise index.error(
             f"the {part} is in the folder {short_repr(subfolder)}, and not in {part}",
@@ -700,17 +703,17 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
-    """Check that a modular index names no other blocks than `ModularSpec.blocks`, and no guider.
+    """Check that a modular index names no other blocks than `ModularSpec.blocks`.
 
-    The index may leave the blocks out. diffusers creates the guiders itself, unless the index has
-    entries for them.
+    The index may leave the blocks out. It may name only guiders whose classes the spec knows;
+    diffusers creates the others itself, unless the index has entries for them.
 
     Raises:
-        ModelError: The index names other blocks, or a guider.
+        ModelError: The index names other blocks, or a guider of unknown class.
     """
     if spec.modular is None:
         return
-    for guider in spec.modular.guiders:
+    for guider in sorted(spec.modular.guiders.keys() - spec.own_guiders):
         if index.values.get(guider) is not None:
             raise index.error(
                 f"it has an entry for {guider}: svdpp runs this family with diffusers' default one",

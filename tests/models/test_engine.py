@@ -30,6 +30,7 @@ from tests.support.markdown_pages import code_blocks
 from tests.support.range_checks import (
     TinyModel,
     assert_equal,
+    model_of,
     nothing,
     ranks,
     read_folder,
@@ -101,6 +102,42 @@ def test_a_missing_tokenizer_is_named(tiny_models: TinyModels, tmp_path: Path) -
     (folder / "tokenizer/tokenizer.json").unlink()
     with pytest.raises(ModelError, match=r"tokenizer.json is missing"):
         ranks(read_folder(folder), tiny_model.sampling)(0, 0)
+
+
+def test_a_modular_pipeline_runs_with_the_guider_of_its_checkpoint(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    original = tiny_models("hunyuan-video-1.5").checkpoint.folder
+    folder = Path(shutil.copytree(original, tmp_path / "copy"))
+    edit_json(folder / "guider/guider_config.json", guidance_rescale=0.5)
+    checkpoint = read_folder(folder, "hunyuan_video_15_modular")
+    case = CASES["hunyuan-video-1.5-modular"]
+    tiny_model = TinyModel(checkpoint, case.config(), model_of(checkpoint), None)
+
+    request, models = tiny_model.request(), [tiny_model.encoder, tiny_model.rank_for(0, 1)]
+    tiny_model.encode(request)
+
+    model = model_of(checkpoint)
+    reference = Reference(find_checkpoint(model), model, "cpu", from_image=False)
+    run_reference(reference, tiny_model.sampling, request)
+    guiders = [pipe.guider for pipe in (*(each._pipe for each in models), reference.pipe)]
+    assert [guider.config.guidance_rescale for guider in guiders] == [0.5] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "use"),
+    [
+        ("hunyuan-video-1.5", "refused"),
+        ("hunyuan-video-1.5-image", "needed"),
+        ("hunyuan-video-1.5-modular", "refused"),
+        ("hunyuan-video-1.5-modular-image", "optional"),
+    ],
+)
+def test_a_checkpoint_without_image_encoder_takes_no_image(
+    tiny_models: TinyModels, name: str, use: str
+) -> None:
+    folder = tiny_models(name).checkpoint.folder
+    assert read_folder(folder, "hunyuan_video_15_modular").image_use == use
 
 
 def test_the_end_of_a_long_prompt_is_named(wan: TinyModel) -> None:
@@ -226,6 +263,11 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
             "the vae is in the folder 'other'",
         ),
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
+        (
+            *("hunyuan-video-1.5-modular", MODULAR_INDEX),
+            {"guider": ["diffusers", "AdaptiveProjectedGuidance", {"subfolder": "guider"}]},
+            "the guider is of class 'AdaptiveProjectedGuidance'",
+        ),
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),

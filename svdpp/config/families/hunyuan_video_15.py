@@ -1,27 +1,29 @@
-"""Sampling parameters and spec of HunyuanVideo-1.5."""
+"""Sampling parameters and specs of HunyuanVideo-1.5."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.spec import (
     TWO_TEXT_ENCODERS,
+    CheckedCheckpoint,
     CheckpointConfigs,
     CheckpointFacts,
     FamilySpec,
+    ModularSpec,
 )
+from svdpp.config.limits import require
 from svdpp.config.sampling import PromptedSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class HunyuanVideo15Sampling(PromptedSampling):
+class HunyuanVideo15BaseSampling(PromptedSampling):
     """Sampling parameters of HunyuanVideo-1.5, from text or an image, with diffusers' defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
 
-    family: Literal["hunyuan_video_15"] = "hunyuan_video_15"
     height: int = 480
     width: int = 848
     num_frames: int = 121
@@ -30,13 +32,58 @@ class HunyuanVideo15Sampling(PromptedSampling):
     max_sequence_length: int = 1000
 
 
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideo15Sampling(HunyuanVideo15BaseSampling):
+    """Sampling parameters of `HunyuanVideo15Pipeline` and `HunyuanVideo15ImageToVideoPipeline`."""
+
+    family: Literal["hunyuan_video_15"] = "hunyuan_video_15"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HunyuanVideo15ModularSampling(HunyuanVideo15BaseSampling):
+    """Sampling parameters of `HunyuanVideo15ModularPipeline`."""
+
+    crops_image: ClassVar[bool] = True
+
+    family: Literal["hunyuan_video_15_modular"] = "hunyuan_video_15_modular"
+
+
+_UNUSED = {"unused_parameters": ("max_sequence_length",)}
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     """Return the sizes of clips from an image, and `max_sequence_length` as without effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
     target = configs.of("transformer", target_size=640).positive_int("target_size", 8192)
-    return {"unused_parameters": ("max_sequence_length",), "image_sizes": (target, unit)}
+    return {**_UNUSED, "image_sizes": (target, unit)}
+
+
+def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    """Return whether clips start from text or an image.
+
+    One pipeline makes both, but published weights are for one of them, and only those for images
+    have an image encoder.
+    """
+    if configs.index.values["_class_name"] == _IMAGE_PIPELINE:
+        return {**_UNUSED, "image_use": "needed"}
+    has_encoder = "image_encoder" in configs.classes
+    return {**_UNUSED, "image_use": "optional" if has_encoder else "refused"}
+
+
+def _check_guidance(_: CheckedCheckpoint, sampling: Any) -> None:
+    require(
+        sampling.uses_guidance,
+        f"`guidance_scale` must be above 1, got {sampling.guidance_scale}: without guidance, "
+        "diffusers' modular pipeline misses the negative prompt",
+        "raise `guidance_scale` above 1",
+        guidance_scale=sampling.guidance_scale,
+        above=1,
+    )
+
+
+_IMAGE_PIPELINE = "HunyuanVideo15ImageToVideoPipeline"
 
 
 HUNYUAN_VIDEO_15 = FamilySpec(
@@ -46,7 +93,7 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     license="Tencent Hunyuan Community License",
     denoiser="HunyuanVideo15Transformer3DModel",
     text_pipeline="HunyuanVideo15Pipeline",
-    image_pipeline="HunyuanVideo15ImageToVideoPipeline",
+    image_pipeline=_IMAGE_PIPELINE,
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
@@ -60,4 +107,22 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     decodes_in_tiles=True,
 )
 
-FAMILIES = (HUNYUAN_VIDEO_15,)
+HUNYUAN_VIDEO_15_MODULAR = replace(
+    HUNYUAN_VIDEO_15,
+    sampling=HunyuanVideo15ModularSampling,
+    title="HunyuanVideo-1.5, modular",
+    text_pipeline="HunyuanVideo15ModularPipeline",
+    image_pipeline="HunyuanVideo15ModularPipeline",
+    text_and_image=True,
+    aliases=("HunyuanVideo15Pipeline", _IMAGE_PIPELINE),
+    text_aliases=("HunyuanVideo15Pipeline",),
+    size_from_image=False,
+    shared_components=(),  # diffusers creates a guider if the checkpoint has none
+    branches=None,
+    checkpoint_facts=_modular_facts,
+    check_sampling=_check_guidance,
+    decodes_in_tiles=False,
+    modular=ModularSpec(blocks=("HunyuanVideo15AutoBlocks",)),
+)
+
+FAMILIES = (HUNYUAN_VIDEO_15, HUNYUAN_VIDEO_15_MODULAR)

@@ -265,7 +265,13 @@ class FamilySpec:
     @property
     def components(self) -> frozenset[str]:
         """Names of all components that some rank may load."""
-        return self.required_components.union(IMAGE_ENCODERS, self.denoisers)
+        return self.required_components.union(IMAGE_ENCODERS, self.denoisers, self.own_guiders)
+
+    @property
+    def own_guiders(self) -> frozenset[str]:
+        """Names of the guiders that a modular checkpoint may have; diffusers creates the others."""
+        guiders = {} if self.modular is None else self.modular.guiders
+        return frozenset(name for name in guiders if name in self.component_classes)
 
     @property
     def required_components(self) -> frozenset[str]:

@@ -43,7 +43,13 @@ def _hunyuan_video_15(image: bool) -> Parts:
     return {**parts, **siglip()} if image else parts
 
 
-PARTS = {"hunyuan_video_15": _hunyuan_video_15}
+def _modular(image: bool) -> Parts:
+    parts = _hunyuan_video_15(image)
+    del parts["guider"]  # diffusers creates one
+    return parts
+
+
+PARTS = {"hunyuan_video_15": _hunyuan_video_15, "hunyuan_video_15_modular": _modular}
 CASES = {
     "hunyuan-video-1.5-image": Case(
         "hunyuan_video_15",
@@ -52,4 +58,12 @@ CASES = {
         refused=[({"height": 16, "width": 48}, "no clips of `height` 16 `width` 48")],
     ),
     "hunyuan-video-1.5": Case("hunyuan_video_15", size(16, 16, 9)),
+    "hunyuan-video-1.5-modular": Case(
+        "hunyuan_video_15_modular",
+        size(16, 16, 9),
+        refused=[({"guidance_scale": 1.0}, "`guidance_scale` must be above 1, got 1.0")],
+    ),
+    "hunyuan-video-1.5-modular-image": Case(
+        "hunyuan_video_15_modular", size(16, 32, 9), image=True
+    ),
 }
