@@ -163,9 +163,8 @@ class Pipeline(PipelineRanks):
                 assert not handles or handles[0].clip == first, "submit was called within submit"
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
-            except (
-                BaseException
-            ) as error:  # ranks that got the clips would wait for ranks that did not
+            except BaseException as error:
+                # ranks that got the clips would wait for ranks that did not
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise

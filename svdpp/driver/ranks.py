@@ -129,9 +129,8 @@ class PipelineRanks:
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        self._cleanup_lock = (
-            threading.RLock()
-        )  # reentrant, because a signal handler may also close the pipeline
+        # reentrant, because a signal handler may also close the pipeline
+        self._cleanup_lock = threading.RLock()
         self._closed_error = ClosedError("the pipeline was closed before the clip was finished")
         # Lock that is held while clips get indices and are sent to the ranks, so that all ranks get
         # the clips in the same order. It is reentrant, because a signal handler may close the
@@ -290,9 +289,8 @@ class PipelineRanks:
         # False if the system refused to start the thread.
         is_running = self._thread.ident is not None
         if not (is_running and self._has_ended.wait(_ABORT_SECONDS)):
-            self._end(
-                self._closed_error
-            )  # an observer blocks the thread, so this call does not wait for it
+            # an observer blocks the thread, so this call does not wait for it
+            self._end(self._closed_error)
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:

@@ -206,9 +206,8 @@ class PipelineRequest:
         self._check_time_scale()
         parallel, costs, reason = self._chosen()
         why = "; ".join(filter(None, (self._note, reason)))
-        if (
-            self.time_scale is not None
-        ):  # transfers and files are real, so only device work is scaled
+        # transfers and files are real, so only device work is scaled
+        if self.time_scale is not None:
             costs = costs.scaled(self.time_scale)
         config = PipelineConfig(
             world_size=self.world_size,
@@ -409,9 +408,8 @@ class PipelineRequest:
     @cached_property
     def pairs(self) -> bool:
         """Whether `auto` may choose pairs of ranks, because pairs do not change the bits."""
-        if (
-            self.expert_boundary is not None
-        ):  # models with two experts call the denoiser once per branch
+        # models with two experts call the denoiser once per branch
+        if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):
             return False

@@ -103,9 +103,8 @@ class RequestScheduler:
         """
         request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
         try:
-            for clip in range(
-                _ROUTES * self._config.world_size
-            ):  # with the split `alternating`, clips have different routes
+            # with the split `alternating`, clips have different routes
+            for clip in range(_ROUTES * self._config.world_size):
                 self.router.route(clip, request)
         except RequestError as error:
             default_steps = self._config.sampling.num_inference_steps

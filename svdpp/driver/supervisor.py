@@ -188,9 +188,8 @@ class Supervisor:
             Error that ended the run; None if ranks were ended only by signals.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        self._read_events(
-            0.05
-        )  # reads at least once, even if this process was paused beyond the deadline
+        # reads at least once, even if this process was paused beyond the deadline
+        self._read_events(0.05)
         while time.monotonic() < deadline:
             self._read_events(0.05)
         exited, states = self._group.exited(), self._stall_detector.states

@@ -75,9 +75,8 @@ class MeasuredCosts:
             case ActionDone(action=action):
                 self._add(action.kind, (event.end - event.start) / action.fraction)
                 self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
-            case TransferDone(
-                direction="recv"
-            ):  # the sender's report of the same transfer is ignored
+            # the sender's report of the same transfer is ignored
+            case TransferDone(direction="recv"):
                 self._add("transfer", event.seconds)
             case _:
                 pass
@@ -141,9 +140,8 @@ class SpanBuilder:
         start, end = done.start - ahead, done.end - ahead
         spans: list[TimedSpan] = [Span(rank, action, start, end)]
         steps = [step for step in self._open_steps.pop(rank, []) if step.clip == action.clip]
-        for step in reversed(
-            steps
-        ):  # steps follow each other without gaps, up to the end of the action
+        # steps follow each other without gaps, up to the end of the action
+        for step in reversed(steps):
             begun = max(start, end - step.seconds)
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
@@ -275,9 +273,8 @@ class Trace:
         if clip > self._newest_clip:
             self._newest_clip = clip
             first = clip - self.last_clips + 1
-            for name in (
-                _LISTS.values()
-            ):  # the lists are replaced, because another thread may read the old ones
+            # the lists are replaced, because another thread may read the old ones
+            for name in _LISTS.values():
                 setattr(self, name, [span for span in getattr(self, name) if span.clip >= first])
         return clip > self._newest_clip - self.last_clips
 

@@ -123,9 +123,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     def end() -> None:
         """End this server after the loop of multiprocessing has ended."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        while (
-            time.monotonic() < deadline
-        ):  # the process that started this server may still be ending
+        # the process that started this server may still be ending
+        while time.monotonic() < deadline:
             end_if_starter_has_ended()
             time.sleep(0.01)
         os._exit(0)

@@ -398,9 +398,8 @@ def remove_temp_files() -> None:
     if "multiprocessing.util" in sys.modules:
         # `get_temp_dir` may have to create the folder, and may fail.
         with contextlib.suppress(OSError):
-            _making_folder.acquire(
-                timeout=1
-            )  # the thread of a signal handler may hold the lock already
+            # the thread of a signal handler may hold the lock already
+            _making_folder.acquire(timeout=1)
             remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
 
 

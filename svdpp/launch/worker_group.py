@@ -431,9 +431,8 @@ def _start_processes(
     timeout: float,
 ) -> None:
     """Start the processes of the ranks, and append a handle to `workers` before each start."""
-    from torch import (
-        multiprocessing as torch_multiprocessing,
-    )  # imported here, after the fork server may have started
+    # torch is imported only here, because the fork server is started without torch.
+    from torch import multiprocessing as torch_multiprocessing
 
     context: Any = torch_multiprocessing.get_context(method)
     with contextlib.ExitStack() as while_starting:

@@ -18,7 +18,7 @@ _Content = TypeVar("_Content")
 
 
 def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
-    """Check that each file names an expert if the model has two experts, and no expert otherwise.
+    """Check that each LoRA or GGUF file names its expert, if and only if the model has two.
 
     Args:
         files: Requested files.
@@ -48,7 +48,7 @@ def find_file(
     local_files_only: bool,
     is_hashed: bool = True,
 ) -> tuple[_File, Path, _Content]:
-    """Find a file, download it if it is on the hub, and check it.
+    """Find a LoRA or GGUF file, download it if it is on the hub, and check it.
 
     Args:
         wanted: Requested file.

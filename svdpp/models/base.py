@@ -8,11 +8,13 @@ from typing import NamedTuple, Protocol
 import torch
 from PIL import Image
 
-#: Names, or prefixes of names, of the tensors in a packet: the latent, the scheduler's state, the
-#: denoiser's output, the random generator's state, and the structure (JSON in host memory).
+#: Names, or prefixes of names, of the tensors in a packet (the state of a clip that one rank sends
+#: to the next): the latent, the scheduler's state, the denoiser's output, the random generator's
+#: state, and the structure (JSON in host memory).
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
-#: The same of a part of a decode: some of the clip's frames, or some tiles.
+#: Prefixes of the names of the tensors that the decode of a part of a clip returns: some of the
+#: clip's frames, or some tiles.
 FRAMES, TILE = "frames", "tile"
 
 #: Tensors by name: the contents of a packet, or a prepared image of SVD.
@@ -26,7 +28,7 @@ ModelInput = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Imag
 #: families, and an empty dict for clips from text.
 PreparedInput = ModelInput | Tensors
 
-#: torch's dtypes by the names of options and configs.
+#: torch's dtypes by the names that options and configs use for them.
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -45,13 +47,13 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Second rank of a pair: in each step, each rank evaluates one branch of the guidance."""
+    """Other rank of a pair: two ranks that run the same steps, each one branch of the guidance."""
 
     branch: int
     """Index of the guidance branch that this rank evaluates: 0 (the pipeline's first) or 1."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send the tensors that `evaluate` computes, and receive the partner's tensors.
+        """Compute this rank's tensors, send them to the partner rank, and receive the partner's.
 
         Args:
             step: Index of the step, which must be the same on both ranks.

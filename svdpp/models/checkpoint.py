@@ -71,14 +71,15 @@ class Checkpoint:
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
-    """SHA-256 of samples of the weights, in hex. None: the weights cannot change, because the model
-    is a hub model or a demo model."""
+    """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None: the
+    weights cannot change, because the model is a hub model or a demo model."""
     variant: str | None
     """Variant of the weight files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
     """LoRA files for all clips of the model; empty until `with_weights` has found them."""
     clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
-    """LoRA files of `ModelConfig.clip_loras`, by the requested LoRA with weight 1."""
+    """LoRA files that single clips may use (`ModelConfig.clip_loras`). The keys are the requested
+    LoRAs, with their weights set to 1."""
     denoisers: tuple[DenoiserFile, ...] = ()
     """GGUF files that replace denoisers of the checkpoint; empty until `with_weights` has found
     them."""
@@ -95,7 +96,7 @@ class Checkpoint:
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
-    """Smallest and largest number of frames of a clip, and the reason for these limits."""
+    """Smallest and largest number of frames of a clip, and the reason for the two limits."""
     image_sizes: tuple[int, int] | None = None
     """Two numbers of pixels that determine the allowed sizes of clips from an image: the side of a
     square clip, and the number of which height and width are multiples. None: any size."""
@@ -106,7 +107,8 @@ class Checkpoint:
     """Rule for the last image: a clip from an image needs, may have, or must not have a last
     image."""
     last_image_reason: str = ""
-    """Reason why this checkpoint takes no last image, if other checkpoints of the family do."""
+    """Reason why this checkpoint takes no last image, although other checkpoints of the family
+    do."""
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
@@ -159,7 +161,7 @@ class Checkpoint:
         return next((file for file in self.denoisers if file.part == part), None)
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the names of all components that a rank with these roles loads."""
+        """Return the names of all components that a rank with the given roles loads."""
         spec = self.spec
         needed = {*spec.shared_components, *spec.own_guiders}
         if roles.encode:
@@ -171,7 +173,7 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the names of the components with weights that a rank with these roles loads."""
+        """Return the names of the components with weights that a rank with given roles loads."""
         return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
@@ -377,7 +379,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
                 f"`revision` is for hub models; {display_name(model.name)} is a folder"
             )
         if (model.name, model.revision) == (DEFAULT_MODEL, None):
-            # svdpp includes a copy of the default model's configs, so no network is needed.
+            # svdpp includes a copy of the default model's configs, so reading them needs no
+            # network.
             local = local or _ASSETS / "svd-xt"
         checkpoint = _check_configs(model, local or download(model), local)
     if not weights:
@@ -619,8 +622,8 @@ def _read_index(folder: Path, asked: str | None) -> tuple[JsonFile, str]:
     """Read a checkpoint's index; return the file and the name of the family that runs the pipeline.
 
     As in diffusers, `modular_model_index.json` is preferred to `model_index.json`. If several
-    families can run the pipeline, `asked` chooses one of them by name. None: the default family of
-    the pipeline.
+    families can run the pipeline of the index, `asked` chooses one family by name. None: the
+    default family of the pipeline.
     """
     present = [name for name in _INDEX_FILES if (folder / name).is_file()]
     if not present:

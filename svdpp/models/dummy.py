@@ -1,6 +1,6 @@
 """Dummy model: a small Conv3d network with the interface of a real model.
 
-It replaces SVD in benchmarks on a laptop, and in tests that do not need a real model.
+The dummy model replaces SVD in benchmarks on a laptop, and in tests that do not need a real model.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DummyModel:
         return {}
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Check that a clip has no LoRAs, which requests for the dummy model cannot name."""
+        """Check that a clip has no LoRAs, because the dummy model supports none."""
         assert not loras, "the dummy model takes no LoRAs"
 
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:  # noqa: ARG002
@@ -118,7 +118,7 @@ class DummyModel:
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def truncated_text(self, prompt: str) -> str:  # noqa: ARG002
-        """Return the empty text, because the model takes no prompt."""
+        """Return an empty string: the dummy model takes no prompt, so no part of one is cut off."""
         return ""
 
     def denoise(
@@ -159,9 +159,9 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a step and keep this branch's half of the elements.
+        """Run a step; return the half of the latent that this rank of a pair computes, by name.
 
-        Of an odd number of elements, both halves contain the middle element.
+        If the number of elements is odd, both halves contain the middle element.
         """
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
@@ -170,7 +170,7 @@ class DummyModel:
         return own
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Return small black frames, one for each of the latent's, in the time of a decode.
+        """Return one small black frame for each frame of the latent, after the time of a decode.
 
         Args:
             tensors: Packet, which is not used.
@@ -182,7 +182,7 @@ class DummyModel:
         return self.decode_part(tensors, DecodeRange(0, count, count))[FRAMES]
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:  # noqa: ARG002
-        """Return the frames of a part, in its share of the time of a decode.
+        """Return the black frames of one part of a clip, after its share of the time of a decode.
 
         Args:
             tensors: Packet, which is not used.
@@ -195,7 +195,7 @@ class DummyModel:
     def part_specs(
         self, own: Tensors, part: DecodeRange
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the frames of a part, by name.
+        """Return shape and dtype of the frames that another rank decodes, by tensor name.
 
         Args:
             own: Frames of another part.
@@ -205,7 +205,7 @@ class DummyModel:
         return {FRAMES: ((part.end - part.first, *frames.shape[1:]), frames.dtype)}
 
     def join_parts(self, tensors: Tensors, parts: Sequence[Tensors]) -> torch.Tensor:  # noqa: ARG002
-        """Return the frames of all parts.
+        """Join the decoded parts of a clip, and return all frames.
 
         Args:
             tensors: Packet, which is not used.
@@ -217,7 +217,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep at the end of the block until it has lasted `share` of the given seconds."""
+        """Sleep at the end of the `with` block until it has lasted `share` of the given time."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -71,7 +71,7 @@ def display_name(name: str) -> str:
 
 @contextmanager
 def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
-    """Turn errors of diffusers and transformers in the block into a `ModelError`.
+    """Turn errors of diffusers and transformers in the `with` block into a `ModelError`.
 
     Args:
         component: Name of the component that the block loads, for the message.
@@ -192,10 +192,8 @@ def read_json(folder: Path, name: str) -> JsonFile:
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{name} cannot be read ({error.strerror})") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # a longer file is cut, and so is not valid JSON either
+    # A file that is too long is read only in part, so its JSON is not valid either.
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{name} does not hold valid JSON", details={"file": name}) from error
     if not isinstance(values, dict):
         raise ModelError(f"{name} does not hold a JSON object", details={"file": name})
@@ -221,7 +219,8 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
         folder = _fetch(model.name, model.revision, *given)
-    # The second round downloads plain files for components that the first did not find.
+    # The second pass, with the variant None, downloads plain files for components that lack the
+    # variant.
     for variant in dict.fromkeys((model.variant, None)):
         absent = [part for part in components if not _has_weights(folder, part, model.variant)]
         if absent:
@@ -245,7 +244,7 @@ def _fetch(
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
-    """Progress bar that shows nothing, for the download of configs, which are small."""
+    """Progress bar that prints nothing, because configs are small and downloaded in a moment."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{**options, "disable": True})
@@ -264,7 +263,7 @@ def snapshot_commit(snapshot: Path) -> str | None:
 
 @contextmanager
 def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
-    """Turn errors of `huggingface_hub` in the block into a `ModelError`.
+    """Turn errors of `huggingface_hub` in the `with` block into a `ModelError`.
 
     The messages of `huggingface_hub` are left out, because they contain URLs and advice for other
     programs.
@@ -296,7 +295,7 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
 
 def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status of the hub's response; None if there was no response."""
+    """Return the HTTP status in an error of the hub; None if the hub did not respond."""
     responses = (getattr(each, "response", None) for each in (error, error.__cause__))
     return next((each.status_code for each in responses if each is not None), None)
 
@@ -428,7 +427,7 @@ def _shards(
 ) -> list[str]:
     listed = index.values.get("weight_map")
     files = listed.values() if isinstance(listed, dict) else [listed]
-    for name in files:  # an index could name a pickle, or a file outside the folder
+    for name in files:  # an untrusted index could name a pickle, or a file outside the folder
         path = f"{component}/{name}"
         if not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
             raise index.error(

@@ -67,7 +67,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether diffusers keeps the tensor's bytes, and dequantises them in each call."""
+        """Whether the tensor is quantised; diffusers then dequantises it in each call."""
         return self.type.name not in ("F32", "F16")
 
     @property
@@ -263,7 +263,7 @@ class DenoiserFile:
 
     @property
     def identity(self) -> str:
-        """Text from hash and component, equal for files with equal content in any location."""
+        """Text that identifies the file by content and component, independent of its location."""
         assert self.denoiser.sha256 is not None
         return f"{self.denoiser.sha256[:16]}:{self.part}"
 

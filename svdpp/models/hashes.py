@@ -64,7 +64,8 @@ def file_sha256(path: Path) -> str:
     if _state(path) == state and _is_settled(state):
         with _lock:
             entries = _entries()
-            # Moves the entry to the end, because the first entries are dropped first.
+            # Moves the entry to the end: when the cache is full, entries are dropped from its
+            # start.
             entries.pop(key, None)
             entries[key] = state, digest
             _write(entries)
@@ -100,7 +101,7 @@ def _entries() -> dict[str, tuple[list[int], str]]:
 
 
 def _write(entries: dict[str, tuple[list[int], str]]) -> None:
-    """Replace the cache file. If several processes replace it, the entries of the last one stay."""
+    """Write the cache of hashes to its file. If several processes write it, the last one wins."""
     for key in list(entries)[:-_MAX_ENTRIES]:
         del entries[key]
     path = _cache_path()

@@ -58,7 +58,7 @@ _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFile:
-    """LoRA whose file has been found and checked."""
+    """LoRA file that has been found and checked, with the LoRA that was requested."""
 
     lora: Lora
     """Requested LoRA, completed with the file's SHA-256 and absolute path (or commit on the
@@ -79,7 +79,7 @@ class LoraFile:
 
     @property
     def identity(self) -> str:
-        """Text of hash, weight and denoiser, which is equal for LoRAs with equal effects."""
+        """Text that identifies the effect of a LoRA: file hash, weight and denoiser."""
         assert self.lora.sha256 is not None
         weight = f"{self.lora.weight:g}"
         if float(weight) != self.lora.weight:
@@ -196,7 +196,8 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
                     details={"missing": partner, "tensor": name},
                 )
             first, second = (name, partner) if own == down else (partner, name)
-            # The two sizes are the LoRA's rank.
+            # The first factor has (rank, in) and the second has (out, rank) values: both ranks must
+            # be equal.
             if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:
                 raise ModelError(
                     f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit: "
@@ -277,7 +278,7 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
     """
 
     def check(path: Path) -> dict[str, int]:
-        read_safetensors_header(path)  # raises for a damaged file before any rank starts
+        read_safetensors_header(path)  # raises an error for a damaged file before any rank starts
         return {} if checkpoint is None else check_tensors(path, checkpoint)
 
     found, path, ignored = find_file(
@@ -289,8 +290,8 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 def lora_bytes(model: ModelConfig) -> int:
     """Return the largest size in bytes of the LoRA files that a rank keeps loaded for one denoiser.
 
-    These are all LoRAs of the model, and the largest LoRAs of clips, up to `CLIP_LORAS_KEPT`. With
-    two experts, the larger sum of the two is returned.
+    The sum has all LoRAs of the model, and the `CLIP_LORAS_KEPT` largest LoRAs of clips. If the
+    model has two experts, the larger sum of the two is returned.
 
     Raises:
         ModelError: A file is missing or damaged.

@@ -82,13 +82,13 @@ def estimate(
 
 @contextmanager
 def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]:
-    """Turn errors that diffusers' code raises in the block into a `RequestError` about the size."""
+    """Turn errors of diffusers in the `with` block into a `RequestError` about the clip's size."""
     try:
         yield
     except SvdppError:  # most types of SvdppError are RuntimeErrors or ValueErrors too
         raise
     except (IndexError, RuntimeError, ValueError) as error:
-        # For example, the model's table of positions is too short.
+        # For example, the model's table of positions is too short for the clip.
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
             f"model {display_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
@@ -133,7 +133,7 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: Attention backend that keeps all weights of an attention in memory at once.
+#: Attention backend that holds the whole matrix of attention weights in memory at once.
 _MATH = "_native_math"
 #: FLOP formula of the CPU's attention kernel; torch has formulas only for the kernels of GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
@@ -200,7 +200,7 @@ class _ConstructionMode(TorchFunctionMode):
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return the parameters and buffers of a module, except those of the submodules `without`."""
+    """Return all parameters and buffers of a module, except those of the submodules `without`."""
     named = chain(module.named_parameters(), module.named_buffers())
     return [tensor for name, tensor in named if name.split(".")[0] not in without]
 
@@ -290,10 +290,10 @@ class _FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps to measure: two, as the second needs more memory than the first.
+        """Number of steps to measure; usually two, because the second needs more memory.
 
-        All steps are measured if two experts run them and one expert may have quantised layers, and
-        for modular pipelines, whose decode needs the packet after the last step.
+        Two cases measure all steps: two experts of which one may have quantised layers, and modular
+        pipelines, whose decode needs the packet after the last step.
         """
         steps = self._sampling.num_inference_steps
         differ = bool(self._files) and self._checkpoint.num_experts == 2
@@ -310,7 +310,7 @@ class _FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Return the packet after `num_steps` steps, and the memory, with the larger expert."""
+        """Run `num_steps` steps; return the packet, and the memory with the larger expert."""
         roles = Roles(encode=False, denoise=True, decode=False)
         steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
         result, memory = self._measured(roles, packet, steps)
@@ -336,7 +336,7 @@ class _FakeModel:
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Return the result of `work`, and the memory of a rank with these roles that runs it."""
+        """Run `work` on a rank with the given roles; return its result and the rank's memory."""
         weights_of = {
             part: _weights(
                 module, load.unused_submodules(self._checkpoint, part, roles, self._sampling)
@@ -403,7 +403,7 @@ class _FakeModel:
             self._inside = False
 
     def _cast(self, weights: Sequence[torch.Tensor], module: Any, *, dtype: torch.dtype) -> Any:
-        """Convert the dtype of fake weights, in place of `module.to`, which cannot do this."""
+        """Convert the dtype of fake weights; `module.to` cannot convert fake tensors."""
         with self._fake, self._tracker:
             for tensor in filter(torch.is_floating_point, weights):
                 tensor.data = tensor.data.to(dtype)
@@ -416,11 +416,11 @@ def is_tiled(module: Any) -> bool:
 
 
 class _RepeatedTiles:
-    """Replacement of `forward` of a VAE's encoder or decoder, which runs once for equal tiles.
+    """Stand-in for `forward` of a VAE's encoder or decoder that computes equal tiles only once.
 
-    A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds. Wan
-    calls once for each frame of a tile's latent, with a cache that is new for each tile. From the
-    third frame on, all calls of a tile take the same memory.
+    A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds of
+    calls. Wan calls its encoder or decoder once for each frame of a tile's latent, with a cache
+    that is new for each tile. From the third frame on, all calls of a tile take the same memory.
 
     Args:
         forward: The module's own `forward`.
@@ -434,8 +434,8 @@ class _RepeatedTiles:
         self, forward: Callable[..., torch.Tensor], tracker: MemoryTracker, counter: _FlopCounter
     ) -> None:
         self._forward, self._tracker, self._counter = forward, tracker, counter
-        # Peak without the results of the tile's earlier calls, FLOPs, and shape and dtype of the
-        # result, by shape of the input and number of the call.
+        # Measurements by shape of the input and number of the call: peak bytes without the results
+        # of the tile's earlier calls, FLOPs, and shape and dtype of the result.
         self._known: dict[Any, tuple[int, int, torch.Size, torch.dtype]] = {}
         self._cache: Any = None
         self._call, self._base = 0, 0
@@ -444,7 +444,7 @@ class _RepeatedTiles:
         """Run the module, or return an empty tensor of the shape that an equal tile has given."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
-            self._cache = cache  # frees that of the tile before
+            self._cache = cache  # this frees the cache of the previous tile
             self._call, self._base = 0, tracker.current
         key = tile.shape, min(self._call, self._STEADY)
         self._call += 1
@@ -469,7 +469,7 @@ class _RepeatedTiles:
 
 
 def _on(device: str, value: Any) -> Any:
-    """Return zeros for a tensor, a plain value unchanged, and None for any other object."""
+    """Replace a tensor by zeros on a device; keep plain values; return None for other objects."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None
@@ -578,7 +578,7 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
 def _convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
-    `torch._C._select_conv_backend` answers for the number of threads of this process. The number
+    `torch._C._select_conv_backend` assumes the number of threads of this process. The number
     matters if height and width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp):
     with one thread, torch then uses oneDNN only for 16 or more images, a stride, or a dilation.
 

@@ -1,4 +1,4 @@
-"""`VideoModel`: type of a rank's model, real or dummy."""
+"""`VideoModel`: type of the model that a rank runs, either real or dummy."""
 
 from __future__ import annotations
 

@@ -203,9 +203,8 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        length = slice(
-            1, 3 if is_transfer else 4
-        )  # fields to compare: clip and start, for a DENOISE also end
+        # fields to compare: clip and start, for a DENOISE also end
+        length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
             raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
         self.ends[transfer] = max(other[1], at)
@@ -334,9 +333,8 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 def _most_clips(layout: Layout) -> int:
     """Return the largest number of clips, in whole groups, with at most `MAX_VISITS` visits."""
     visits = MAX_VISITS
-    if (
-        layout.decode_parallel_size > layout.cfg_parallel_size
-    ):  # these layouts are simulated, which is slower
+    # these layouts are simulated, which is slower
+    if layout.decode_parallel_size > layout.cfg_parallel_size:
         visits //= 20
     each = max(1, visits // layout.num_stages)
     clips = each
@@ -477,12 +475,10 @@ def clip_times(
         clips: Stage times of each clip, in order.
         transfer: Seconds of a transfer, by sender and receiver.
     """
-    free: defaultdict[int, float] = defaultdict(
-        float
-    )  # time when a rank is free for its next visit
-    before: defaultdict[int, float] = defaultdict(
-        float
-    )  # time when a rank was free for its last visit
+    # time when a rank is free for its next visit
+    free: defaultdict[int, float] = defaultdict(float)
+    # time when a rank was free for its last visit
+    before: defaultdict[int, float] = defaultdict(float)
     over: dict[tuple[int, int], float] = {}  # end of the last transfer on a link
     for clip in clips:
         end = here = 0.0

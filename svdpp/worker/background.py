@@ -66,7 +66,7 @@ class Reporter:
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
         self.device = ""
-        """Device whose memory the heartbeats report; empty until the rank has a device."""
+        """Device whose memory use the heartbeats report; empty until the rank has a device."""
         self.writers: list[BoundedExecutor] = []
         """Writer threads of the rank; heartbeats report whether one of the threads is busy."""
         self.sampler: StatsSampler | None = None
@@ -100,7 +100,7 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set the position that heartbeats report; send a heartbeat if action or waiting changes.
+        """Set action, step and wait for the heartbeats; send one at once if action or wait changes.
 
         Args:
             action: Current action; None: the rank has no work.
@@ -112,7 +112,7 @@ class Reporter:
             self.send(self._heartbeat())
 
     def set_phase(self, phase: str, peer: int = -1) -> None:
-        """Set the phase that heartbeats report before the rank has joined, and send a heartbeat.
+        """Set the phase of the rank's start for the heartbeats, and send a heartbeat at once.
 
         Args:
             phase: Phase in words, such as "loading the model".
@@ -126,7 +126,7 @@ class Reporter:
         self.send(TransferDone(**transfer._asdict()))
 
     def send_tensor(self, name: str, data: bytes) -> None:
-        """Send a file of the tensor store to the parent, which stores it under `name`."""
+        """Send a file of tensors to the parent, which keeps it for verification under `name`."""
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
@@ -150,15 +150,14 @@ class Reporter:
     def _heartbeat(self) -> Heartbeat:
         memory = None
         if self.device:
-            with contextlib.suppress(
-                OSError, RuntimeError
-            ):  # the heartbeat is then sent without memory
+            # without a device, the heartbeat has no memory use
+            with contextlib.suppress(OSError, RuntimeError):
                 memory = bytes_in_use(self.device)
         writing = any(writer.is_busy() for writer in self.writers)
         return self._now.model_copy(update={"writing": writing, "memory_bytes": memory})
 
     def _send_all(self) -> None:
-        # OSError: the parent has ended, and this process ends too.
+        # An OSError means that the parent has ended; this process then ends, too.
         with contextlib.suppress(OSError):
             while True:
                 self.send(self._heartbeat())
@@ -168,8 +167,8 @@ class Reporter:
 
 # --- files ----------------------------------------------------------------------------------------
 
-# Largest number of queued calls of a writer thread. With a slow disk, the rank then waits and does
-# not fill its memory.
+# Largest number of queued calls of a writer thread. If the disk is slow, the rank waits for the
+# thread and does not fill its memory with clips.
 _MAX_WAITING = 2
 
 
@@ -220,7 +219,7 @@ class BoundedExecutor:
             raise
 
     def _finish_first(self) -> None:
-        self._waiting[0].result()  # removed only now, because a running call counts as queued
+        self._waiting[0].result()  # removed after the call, because a running call counts as queued
         self._waiting.pop(0)
 
 
@@ -318,7 +317,7 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """Return metadata that mark a clip as unproven, if GPU memory has run short."""
+    """Return metadata that say that a clip's exactness is not assured, if GPU memory ran short."""
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -326,7 +325,7 @@ def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Thread that writes latent checkpoints. A failed write is reported, and the clip goes on.
+    """Thread that writes latent checkpoints. A failed write loses no clip.
 
     Args:
         folder: Folder of the checkpoints.
@@ -360,12 +359,12 @@ class LatentCheckpointWriter(BoundedExecutor):
 
 # --- images ---------------------------------------------------------------------------------------
 
-#: Input files and sampling parameters, on which a prepared image depends.
+#: Key of a prepared image: the input files and the sampling parameters on which the image depends.
 _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader that prepares images in threads: the image of the next clip, and one early image.
+    """Reader that prepares images in threads: the next clip's image, and one of a later clip.
 
     Args:
         prepare: Function for the part of an encode that needs no device. It is called in the
@@ -380,13 +379,13 @@ class ImageReader:
         self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
         self._ahead: dict[int, Future[PreparedInput]] = {}
         self._thread = streams.single_thread_executor("images", device)
-        # At most one early image is kept. If its clip never comes, the next early image replaces
-        # it.
+        # The reader keeps at most one image of a clip that has not been submitted yet. If the clip
+        # never comes, the next such image replaces it.
         self._early: dict[_ImageKey, Future[PreparedInput]] = {}
         self._early_thread = streams.single_thread_executor("early images", device)
 
     def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Queue (clip, request) pairs in the order in which `take` will be called for the clips."""
+        """Queue (clip index, request) tuples, in the order in which `take` will be called."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:

@@ -24,9 +24,10 @@ from svdpp.worker.tensor_files import solver_history
 
 
 class Denoising:
-    """Execution of one DENOISE action; the model's `Partner` if the action has a peer.
+    """Execution of one DENOISE action, by this rank alone or with the other rank of a pair.
 
-    Both ranks of a pair do the same in each step, and their messages cross:
+    The two ranks 2u and 2u + 1 of a pair run the same steps, each for one branch of the guidance,
+    and exchange predictions in each step:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
         rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
@@ -67,7 +68,8 @@ class Denoising:
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
         packet.memory_pressure |= context.memory_pressure.has_occurred()
-        if self.branch == 0:  # the second rank of a pair has the same latent
+        # the second rank of a pair has the same latent, so it does not store it
+        if self.branch == 0:
             self._keep_latent()
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
@@ -99,7 +101,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Drop the clip: send the partner a tombstone instead of the next prediction."""
+        """Tell the partner in a pair, by a tombstone, that this rank drops the clip."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)
@@ -111,7 +113,7 @@ class Denoising:
         return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        # The time of this wait is part of the step's time.
+        # The wait for the partner counts as time of the step.
         self._context.reporter.set_position(self._action, step, waiting=True)
         packet = pending.wait(None if expected is None else lambda _: expected)
         self._context.reporter.set_position(self._action, step)
@@ -145,7 +147,7 @@ class Denoising:
 class StepChecks:
     """Checks that the latents of one DENOISE are finite.
 
-    On CUDA, the check of a step is read one step later, so that the device never idles.
+    On CUDA, the result of a step's check is read one step later, so that the device never idles.
 
     Args:
         device: Device of the rank.
@@ -164,7 +166,7 @@ class StepChecks:
         self._queued: deque[tuple[int, AsyncFlag, AsyncFlag]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Queue the check of the latent after `step`, and read the results that are due.
+        """Start the check of the latent after `step`, and read the results of earlier checks.
 
         Raises:
             NotFiniteError: A latent of this or the previous step contains NaN or infinity.

@@ -85,18 +85,16 @@ def conditions_of(
     if device.startswith("cuda"):
         conditions |= _gpu_conditions(device)
     if config.model.attention_backend is not None:
-        from svdpp.models.engine.attention import (
-            attention_conditions,
-        )  # takes seconds, as it imports diffusers
+        # This import takes seconds, because it imports diffusers.
+        from svdpp.models.engine.attention import attention_conditions
 
         dtype = DTYPES[config.model.dtype]
         conditions |= attention_conditions(config.model.attention_backend, device, dtype)
     # The class of SVD's feature extractor depends on the installed libraries.
     part = "feature_extractor"
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
-        from svdpp.models.engine.load import (
-            component_class,
-        )  # takes seconds, as it imports diffusers
+        # This import takes seconds, because it imports diffusers.
+        from svdpp.models.engine.load import component_class
 
         conditions[part] = component_class(part, name).__name__
     return conditions
@@ -193,8 +191,8 @@ def status_bytes(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-# For each kind of work that needs memory: its name in messages, and a hint about options that need
-# less memory. The key None stands for loading the model.
+# For each kind of work: its name in messages about lack of memory, and a hint about options that
+# need less memory. The key None stands for loading the model.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` need less memory"),
     Kind.DENOISE: (
@@ -222,7 +220,7 @@ def out_of_memory_named(
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
-    """Turn any out-of-memory error in the block into an `OutOfMemoryError` that names the work.
+    """Turn out-of-memory errors in the `with` block into an `OutOfMemoryError` that names the work.
 
     Args:
         doing: Current action, or "reference" for the reference of a verification; None while the
@@ -248,7 +246,8 @@ def out_of_memory_named(
         if isinstance(doing, Action):
             details = {"clip": doing.clip, "step": doing.start, **details}
         if "free_bytes" not in details and "device" in details:
-            # This number is optional, so a broken driver must not hide the original error.
+            # The free memory is only extra information, so a broken driver must not hide the
+            # original error.
             with contextlib.suppress(SvdppError, OSError, RuntimeError):
                 details["free_bytes"] = _free_bytes(details["device"])
         if isinstance(error, OutOfMemoryError):  # an OutOfMemoryError already names the work

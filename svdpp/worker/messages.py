@@ -13,8 +13,8 @@ from pydantic import Base64Bytes, BaseModel, BeforeValidator, ConfigDict, Field
 from svdpp.config import ClipRequest
 from svdpp.plan.actions import Action
 
-#: Cause for which a rank waits: an image to be prepared, a packet to arrive, a slow receiver
-#: (`send`), or the disk (`writer`).
+#: Cause of a rank's wait: an image that is not prepared yet, a packet that has not arrived, a slow
+#: receiver (`send`), or the disk (`writer`).
 WaitCause = Literal["image", "packet", "send", "writer"]
 
 
@@ -22,7 +22,8 @@ def _parse_text(value: object) -> object:
     return Action.parse(value) if isinstance(value, str) else value
 
 
-#: Action, which is a list of its fields in JSON. Tests also write it as text.
+#: Action of a rank, which JSON messages contain as a list of the action's fields. Tests also write
+#: actions as text.
 ActionField = Annotated[Action, BeforeValidator(_parse_text)]
 
 
@@ -51,7 +52,7 @@ class ClipJob(_Message):
 class ClipBatch(_Message):
     """Command to make further clips with consecutive indices.
 
-    Each rank gets all clips, even clips that do not visit the rank, because a rank's actions depend
+    Each rank gets all clips, even clips of which it runs no step, because a rank's actions depend
     on the routes of neighbouring clips. Each rank computes its own actions (`worker.routes`).
     """
 
@@ -65,7 +66,7 @@ class PrepareImage(_Message):
 
 
 class Stop(_Message):
-    """Command to stop: after the first no work follows, after the second the rank may end."""
+    """Command to stop, sent twice: first to finish all work, then to end the process."""
 
 
 class Cancel(_Message):
@@ -103,9 +104,10 @@ class Heartbeat(Event):
     """Bytes of tensors on CUDA, or of the resident set on the CPU. None: the rank has no device
     yet."""
     phase: str = ""
-    """Phase of the rank's start, such as "loading the model"; empty once the rank has joined."""
+    """Phase of the rank's start, such as "loading the model"; empty once the rank is ready for
+    work."""
     peer: int = -1
-    """Rank to which this rank opens a link during the start; -1: none."""
+    """Rank to which this rank is opening a link during the start; -1: no link is being opened."""
 
 
 class RankStats(Event):
@@ -123,7 +125,7 @@ class RankStats(Event):
     reserved_bytes: int | None = None
     """Bytes that torch's allocator holds on the GPU, including its cache; None on the CPU."""
     peak_reserved_bytes: int | None = None
-    """Peak of `reserved_bytes`; None on the CPU."""
+    """Highest value of `reserved_bytes` so far; None on the CPU."""
     gpu_load: float | None = None
     """Fraction of time in which a kernel ran on the GPU, in NVML's last sampling period, 0 to 1;
     None without NVML."""
@@ -143,7 +145,8 @@ class Joined(Event):
     device_name: str = ""
     """Name of the GPU, such as "NVIDIA H200"; empty on the CPU."""
     clock_ahead: float = 0.0
-    """Seconds by which the monotonic clock of the rank's host is ahead of rank 0's."""
+    """Seconds by which the monotonic clock of the rank's host is ahead of the clock of rank 0's
+    host."""
 
 
 class StepDone(Event):
@@ -165,9 +168,9 @@ class ActionDone(Event):
     start: float
     end: float
     waited: float
-    """Seconds that the rank has waited between the previous compute action and this one."""
+    """Seconds that the rank has waited since its previous ENCODE, DENOISE or DECODE."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
-    """The seconds of `waited`, divided by cause."""
+    """Seconds of `waited` for each cause."""
 
 
 class TransferDone(Event):
@@ -228,20 +231,20 @@ class ImageReady(Event):
 
 
 class ClipFailed(Event):
-    """Report of an error by which one clip is lost. The rank goes on with other clips."""
+    """Report of an error that loses one clip. The rank goes on with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Report of the last rank of a route that all ranks have dropped a lost or cancelled clip."""
+    """Report, by a clip's last rank, that all ranks have dropped the lost or cancelled clip."""
 
     clip: int
 
 
 class Failed(Event):
-    """Report of the error that ends a rank."""
+    """Report of an error that ends the rank."""
 
     error: dict[str, Any]
     traceback: str
@@ -258,9 +261,9 @@ class Finished(Event):
     """
 
     allocated_bytes: int | None = None
-    """Peak bytes of the rank's tensors; see `worker.device.peak_bytes`."""
+    """Peak of the bytes in the rank's tensors; see `worker.device.peak_bytes`."""
     reserved_bytes: int | None = None
-    """Peak bytes of the rank's memory; see `worker.device.peak_bytes`."""
+    """Peak of the bytes that the rank has reserved; see `worker.device.peak_bytes`."""
 
 
 _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}

@@ -100,7 +100,7 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
 def run_rank(
     launch: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
-    """Take a rank's device, run its work, and report each error to the parent before raising it.
+    """Take a rank's device and run `work` on it; report any error to the parent before raising it.
 
     Args:
         launch: Context of the rank.
@@ -124,12 +124,13 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    if launch.world.launcher is not None:  # a process that a launcher started goes on
+    # a process that a launcher started does not end with the rank
+    if launch.world.launcher is not None:
         process_group.destroy()
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait for the parent's next `Stop`. Cancellations are ignored, because no work is left."""
+    """Wait for the parent's next `Stop`. Commands to cancel clips are ignored: no work is left."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -226,7 +227,7 @@ def load_rank_model(
         checkpoint: Checkpoint of the model; None for the dummy model.
         device: Name of the device for the weights.
         roles: Roles of the rank; only parts for these roles are loaded.
-        rank: Number of the rank, by which a dummy model that sleeps looks up its costs.
+        rank: Number of the rank, with which a dummy model looks up how long its actions must last.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.
@@ -242,20 +243,22 @@ def load_rank_model(
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# Number of actions by which a rank helps another rank to decode a clip: RECV, DECODE, SEND_FRAMES.
+# Number of actions with which a rank decodes a part of a clip for another rank: RECV, DECODE,
+# SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 
 def _is_help(action: Action) -> bool:
-    """Whether an action is the first by which a rank decodes some frames for another rank."""
+    """Whether an action is the RECV with which a rank begins to decode frames for another rank."""
     return action.kind is Kind.RECV and action.part is not None
 
 
 class ActionQueue(deque[Action]):
     """Queue of a rank's actions, which reorders actions so that clips overlap.
 
-    Clips that are submitted one at a time then overlap like clips in one action list: a RECV at the
-    start of a new list is moved before the work on the last clip, if that work has not begun.
+    Clips that are submitted one at a time then overlap like clips that are submitted together: a
+    RECV at the start of a new list is moved before the work on the queue's last clip, if that work
+    has not begun.
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
@@ -286,14 +289,14 @@ class ActionQueue(deque[Action]):
             self.extend(part)
 
     def _take_help(self, clip: int) -> list[Action]:
-        """Remove and return the actions that help to decode `clip`, if the queue ends with them."""
+        """Remove and return the queue's last actions, if they decode `clip` for another rank."""
         start = len(self) - _HELP_ACTIONS
         if start < 0 or self[start].clip != clip or not _is_help(self[start]):
             return []
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """Return the index in the queue of the last clip's first action after the RECV."""
+        """Return the index in the queue at which work on the last clip begins, after its RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -301,7 +304,7 @@ class ActionQueue(deque[Action]):
 
 
 class CommandReceiver:
-    """Receiver of the parent's commands, between actions; cancellations also between steps."""
+    """Receiver of the parent's commands between actions; between steps, of cancellations only."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -365,5 +368,5 @@ class CommandReceiver:
             case Stop():
                 self._is_stopped = True
             case _:
-                pass  # a `Cancel` for a clip that this rank has already finished
+                pass  # ignores a `Cancel` for a clip that this rank has already finished
         return True

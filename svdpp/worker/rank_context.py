@@ -15,7 +15,7 @@ from svdpp.worker.tensor_files import TensorStore
 
 
 class ClipCancelledError(Exception):
-    """Error for a clip that was cancelled, or that the second rank of a pair has dropped."""
+    """Error for a clip that was cancelled, or that this rank's partner in a pair has dropped."""
 
 
 @dataclass(kw_only=True)
@@ -50,5 +50,5 @@ class RankContext:
             raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous copy of a tensor in host memory, once its computation is complete."""
+        """Wait until a tensor is computed, and return a contiguous copy in host memory."""
         return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))

@@ -17,7 +17,7 @@ _CONFIGS_KEPT = 64
 
 
 class Router:
-    """Router that computes the route of each clip, and each rank's actions.
+    """Router that computes each clip's route (which rank runs which steps) and each rank's actions.
 
     The parent and each rank have a router, and all of them compute the same actions, so that only
     requests are sent to the ranks. Ranks load parts of the model and open links when they start,

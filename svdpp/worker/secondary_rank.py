@@ -29,8 +29,8 @@ from svdpp.worker.messages import (
     parse,
 )
 
-# Seconds that this rank waits before it exits. A launcher shows the output of the rank that fails
-# first, which should be rank 0.
+# Seconds that a rank other than 0 waits before it exits. A launcher shows the output of the rank
+# that fails first, which should be rank 0.
 _EXIT_DELAY_SECONDS = 2.0
 _REPORT_SECONDS = 4.0
 _SIGNAL_REPORT_SECONDS = 1.0
@@ -53,7 +53,7 @@ def run_secondary_rank(
         argument: Second argument of `entry`.
         config: Configuration of the rendezvous, which is the same on all ranks except for the rank.
         device: Name of the rank's device, for messages.
-        observers: Callbacks that get (rank, event) for each event of this rank.
+        observers: Callbacks that get (rank, event) for each event that this rank reports.
         say: Function that prints the rank's last message; see `Pipeline.serve`.
         ignores_signals: Whether the process ignores INT, TERM and HUP. Rank 0 gets the same
             signals, and decides when the run ends.
@@ -122,7 +122,7 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     return True
 
 
-# Channel in use, for the signal handler; a list of at most one element.
+# Open channel to rank 0, for the signal handler; the list has at most one element.
 _parents: list[_ParentChannel] = []
 
 
@@ -207,11 +207,12 @@ class _ParentChannel(ControlChannel):
                 self._commands.put(message)
         except (EOFError, OSError) as error:
             reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
-            with self._lock:  # a send in another thread may have seen the timeout
+            with self._lock:  # a `send` in another thread may have met the timeout first
                 if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
                     reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)
-        except Exception as error:  # after an uncaught error, the process would never end
+        # without this, the process would not end after an unexpected error
+        except Exception as error:
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
     def _end(self, code: int, error: str | None) -> NoReturn:
@@ -224,8 +225,7 @@ class _ParentChannel(ControlChannel):
         if not self._is_disconnected:
             where = describe_position(self._heartbeat.action, self._heartbeat.step)
             self._say(f"{reason}: {self._name} ends{where}", True)
-            if (
-                self._world.local_rank
-            ):  # when one rank of a host exits, the launcher ends the host's other ranks
+            # when one rank of a host exits, the launcher ends the host's other ranks
+            if self._world.local_rank:
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

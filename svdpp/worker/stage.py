@@ -49,8 +49,8 @@ from svdpp.worker.messages import (
 )
 from svdpp.worker.rank_context import ClipCancelledError, RankContext
 
-# Maximum number of model objects that are kept, one for each set of sampling parameters. They share
-# the loaded components.
+# Maximum number of model objects that are kept, one for each set of sampling parameters. All model
+# objects share the loaded components.
 _MODELS_KEPT = 8
 # Maximum number of kinds of packets for which the tensor specs of the first packet are remembered.
 _KINDS_KEPT = 256
@@ -73,18 +73,19 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # Packets (clip, step) that the actions since the rank was last idle require to be sent, by
-        # peer and channel. `idle` compares them with `Transport.sent`.
+        # Packets (clip, step) that this rank should have sent since it was last idle, by peer and
+        # channel. `idle` compares them with `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensor specs of the first packet of each kind (kind of request, and step).
+        # Tensor shapes and dtypes of the first packet of each kind. A kind is a kind of request,
+        # and a step.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
-        # Clips that this rank will help another rank to decode.
+        # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
         self._images = ImageReader(self._prepare, model.device)
         self._jobs: dict[int, ClipJob] = {}
         self._packets: dict[int, Packet] = {}
         self._frames: dict[int, torch.Tensor] = {}
-        # Parts of the frames of clips that several ranks decode, in order.
+        # Decoded parts, in order, of clips that several ranks decode.
         self._parts: dict[int, list[Tensors]] = {}
         self._audio: dict[int, Audio] = {}
         self._pending: dict[int, PendingPacket] = {}
@@ -148,11 +149,12 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """Note that no action is left. The time until the next action does not count as a wait.
+        """Check the sent packets when no action is left; the time until the next one is no wait.
 
         Raises:
             MismatchError: This rank has sent other packets than its actions require. The sender
-                checks this, because a receiver would wait forever for a packet that is never sent.
+                checks its packets, because a receiver would wait forever for a packet that is never
+                sent.
         """
         self._check_sends()
         self._waits = {}
@@ -219,12 +221,12 @@ class PipelineStage:
         self._pending[action.clip] = self._transport.post_receive(*ends, expected)
 
     def _expected_latent(self, action: Action) -> TensorSpec:
-        """Return shape and dtype that the clip's latent must have before an action."""
+        """Return the shape and dtype that a clip's latent must have before the given action."""
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
-        """Return the specs of the tensors that the packet of an action must have.
+        """Return shape and dtype of the tensors that the packet of an action must have, by name.
 
         The model determines the spec of the latent. All other tensors are results that the encode
         has recorded, and the packet's structure lists them. All packets of one kind of request must
@@ -296,7 +298,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the rank that sent the packet counts the earlier seconds
+            packet.compute_seconds = 0.0  # the sender of the packet counts the seconds until now
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             if action.part is None:
@@ -322,7 +324,7 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            is_decoded = action.clip in self._parts  # not if this rank's own part has failed
+            is_decoded = action.clip in self._parts  # false if this rank's own part has failed
             whole = (lambda _: self._expected_part(action)) if is_decoded else None
             part = self._pending.pop(action.clip).wait(whole)
         packet.memory_pressure |= part.memory_pressure
@@ -342,7 +344,7 @@ class PipelineStage:
                 packet.memory_pressure |= self._context.memory_pressure.has_occurred()
 
     def _expected_part(self, action: Action) -> Specs:
-        """Return the specs of the frames or tiles that another rank decodes in the action."""
+        """Return shape and dtype of the frames or tiles that another rank decodes in an action."""
         assert action.part is not None
         model = self._model_of(self._sampling_of(action))
         specs = model.part_specs(self._parts[action.clip][0], action.part)
@@ -351,7 +353,8 @@ class PipelineStage:
     def _finish_clip(self, action: Action) -> None:
         packet = self._packet(action)
         if not packet.tombstone:
-            packet.tensors = {LATENTS: packet.tensors[LATENTS]}  # the writer needs no other tensors
+            # the writer thread needs only the latent
+            packet.tensors = {LATENTS: packet.tensors[LATENTS]}
             with self._waiting(action, "writer"):
                 job, frames = self._jobs[action.clip], self._frames.get(action.clip)
                 self._context.clip_writer.put(job, packet, frames, self._audio.get(action.clip))
@@ -379,9 +382,8 @@ class PipelineStage:
         assert sampling is not None
         return sampling
 
-    def _prepare(
-        self, source: ModelInput, sampling: SamplingConfig
-    ) -> PreparedInput:  # called in a thread of the `ImageReader`
+    def _prepare(self, source: ModelInput, sampling: SamplingConfig) -> PreparedInput:
+        # called in a thread of the `ImageReader`
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:
@@ -410,7 +412,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the seconds of a compute action and of the waits before it."""
+        """Report the seconds of a compute action (the `with` block) and of the waits before it."""
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -431,7 +433,7 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn an exception of an encode into an `InputError`, so that only one clip is lost.
+    """Turn exceptions of an encode in the `with` block into an `InputError`: only one clip is lost.
 
     diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
     process. The rank can go on after such an exception. Errors of CUDA and out-of-memory errors
@@ -456,10 +458,10 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """Return the spec that a received tensor must have, given the first packet of the same kind.
 
-    A tensor that the encode recorded, or of a modular pipeline's state, may have another shape than
-    in the first packet, but not another dtype or number of dimensions. The structure may also have
-    another shape, because it is text that contains shapes. All other tensors must have the spec of
-    the first packet.
+    A tensor that the encode recorded, or that belongs to a modular pipeline's state, may have
+    another shape than in the first packet, but not another dtype or number of dimensions. The
+    structure may also have another shape, because it is text that contains shapes. All other
+    tensors must have the spec of the first packet.
 
     Args:
         name: Name of the tensor.

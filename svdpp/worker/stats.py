@@ -28,8 +28,8 @@ class StatsSampler:
             sample in the thread that calls `stop`.
         device: Device of the rank.
         uuid: UUID of the rank's GPU, with or without the prefix `GPU-`; None on the CPU.
-        moved: Function that returns the numbers of bytes that the rank has sent and received so
-            far.
+        moved: Function that returns two numbers: the bytes that the rank has sent, and those that
+            it has received, so far.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StatsSampler:
         self._send(self._sample())
 
     def _run(self) -> None:
-        # OSError: the parent has ended.
+        # An OSError means that the parent has ended.
         with contextlib.suppress(OSError), gpus.open_nvml() as nvml:
             handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
             while True:
@@ -90,7 +90,7 @@ def _torch_bytes(device: torch.device) -> dict[str, int]:
 
 
 def _handle(nvml: Any, uuid: str) -> Any:
-    """Return NVML's handle of a GPU; None if NVML does not know the GPU."""
+    """Return the handle by which NVML identifies a GPU; None if NVML does not know the GPU."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     try:
         return nvml.nvmlDeviceGetHandleByUUID(name)
@@ -113,7 +113,8 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     def read(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
-        except (nvml.NVMLError, AttributeError):  # an old GPU, driver or pynvml lacks the value
+        # old GPUs, drivers and versions of pynvml do not have all values
+        except (nvml.NVMLError, AttributeError):
             return None
 
     rates, memory = read("nvmlDeviceGetUtilizationRates"), read("nvmlDeviceGetMemoryInfo")

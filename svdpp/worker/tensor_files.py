@@ -144,8 +144,8 @@ class LatentCheckpoints:
             raise unfit("is damaged: the hash of its tensors is wrong")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
-            # Whether an attention backend repeats its bits is measured, so that equal machines may
-            # differ in it. It is not compared.
+            # `ATTENTION_REPEATS` is not compared: it is measured on each machine, so the values of
+            # equal machines may differ.
             names = (current.keys() | before.keys()) - {ATTENTION_REPEATS}
             # Hosts without a shared folder have only the weights of their own ranks, so only weight
             # files that are known on both sides are compared.
@@ -166,7 +166,7 @@ class LatentCheckpoints:
 
 
 def checkpoint_path(folder: Path, key: str, step: int) -> Path:
-    """Return the path for a packet after `step` steps. The file need not exist."""
+    """Return the path of the file for a packet after `step` steps, whether or not it exists."""
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
@@ -274,13 +274,13 @@ class TensorStore:
         return (self._folder / f"clip{clip}_{name}").exists()
 
     def forget(self, clip: int, *names: str) -> None:
-        """Remove the tensors of a clip that are stored under these names, if there are any."""
+        """Remove the tensors of a clip that are stored under the given names, if there are any."""
         for name in names:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 
 
 def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Store the frames of a clip, uint8 of shape (F, H, W, 3), and the sound, if any."""
+    """Keep a clip's frames, uint8 (F, H, W, 3), and its sound, if any, in a `TensorStore`."""
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:
         store.keep(clip, "audio", {"audio": audio.samples})

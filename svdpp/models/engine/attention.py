@@ -1,4 +1,4 @@
-"""Attention backends of diffusers: checks of a name, its use by modules, and a test of its bits."""
+"""Attention backends of diffusers: checks, use in modules, and a test of reproducible results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from svdpp.models.checkpoint import Checkpoint
 #: Classes of modules whose processor gets a backend from the method `set_attention_backend` of
 #: diffusers.
 _ATTENTION_CLASSES = (Attention, MochiAttention, AttentionModuleMixin)
-#: Shapes (batch, positions, heads, width) in the test of bits: for each of two calls, the shape of
-#: the query, and the shape of key and value. The first call is self-attention, the second call is
-#: attention to a prompt.
+#: Shapes (batch, positions, heads, width) in the test whether a backend is reproducible: for each
+#: of two calls, the shape of the query, and the shape of key and value. The first call is
+#: self-attention, the second call is attention to a prompt.
 _TEST_SHAPES = (((1, 1024, 4, 64), (1, 1024, 4, 64)), ((2, 512, 4, 128), (2, 77, 4, 128)))
 _TEST_RUNS = 3
 
@@ -63,7 +63,7 @@ def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
 
 
 def usable_backends() -> list[str]:
-    """Return the names of the backends whose packages are installed, without those of the hub."""
+    """Return the names of the installed attention backends, without those that the hub provides."""
     names = [backend.value for backend in AttentionBackendName]
     usable = []
     for name in names:
@@ -110,10 +110,10 @@ def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
 
 
 def _processors(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the attention processors of a module whose backend diffusers sets.
+    """Yield those attention processors of a module whose backend diffusers can set.
 
-    Other processors, such as those of SVD's UNet, call torch's attention themselves. The method
-    `set_attention_backend` of diffusers skips these without a warning.
+    Other processors, such as those of SVD's UNet, call torch's attention directly. The method
+    `set_attention_backend` of diffusers skips such processors without a warning.
     """
     for each in module.modules():
         if isinstance(each, _ATTENTION_CLASSES) and hasattr(each.processor, "_attention_backend"):
@@ -126,8 +126,9 @@ def _processors(module: torch.nn.Module) -> Iterator[Any]:
 def set_attention_backend(module: Any, name: str) -> None:
     """Set the backend of one model of diffusers; all other models of the process keep theirs.
 
-    The method of diffusers with this name also makes the backend the default of the process, which
-    applies to all models without a backend of their own. This function restores that default.
+    The method `set_attention_backend` of diffusers also makes the backend the default of the
+    process, which applies to all models without a backend of their own. This function restores that
+    default.
 
     Args:
         module: Model of diffusers.
@@ -170,7 +171,7 @@ def as_process_default(name: str | None) -> contextlib.AbstractContextManager[No
     return context
 
 
-# --- a test of its bits --------------------------------------------------------------------------
+# --- test whether a backend is reproducible ------------------------------------------------------
 
 
 def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:

@@ -58,8 +58,8 @@ class RangeCall:
     """Pipeline of diffusers. No other call uses the same scheduler object."""
     spec: FamilySpec
     given: Node | None
-    """Structure of the received packet, with the state after `start` steps. None: there is no
-    packet, because this call encodes."""
+    """Structure of the received packet, with the state after `start` steps. None: this call
+    encodes, so it receives no packet."""
     received: Tensors
     """Tensors of the received packet."""
     start: int
@@ -70,13 +70,13 @@ class RangeCall:
     after_step: AfterStep | None = None
     """Callback after each step of the range; an exception from the callback ends the call."""
     branches: GuidanceBranches | None = None
-    """Guidance that is shared with a second rank; None: this rank evaluates both branches."""
+    """Guidance whose two branches two ranks evaluate; None: this rank evaluates both branches."""
 
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # A partial function is used, because a bound method of this object would keep the packet's
-        # memory alive after the call.
+        # `functools.partial` does not refer to this object. A bound method would, and would keep
+        # the packet's memory alive after the call.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
@@ -90,7 +90,8 @@ class RangeCall:
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        # For each finished chunk, the results of the last step, by scheduler.
+        # For each finished chunk of the clip: the results of the chunk's last step, one list for
+        # each scheduler.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
@@ -220,14 +221,16 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
             self._records.restore(step["generators"])
-        chunks = step["chunks"]  # a packet for measuring a decode has fewer chunks than the clip
+        # The memory estimate decodes a packet that has fewer chunks than the clip.
+        chunks = step["chunks"]
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
         """Pack the state after a real step, and call `after_step`.
 
-        `step` does not do this, because a pipeline may change the scheduler after `scheduler.step`.
+        The state is not packed in `step`, because a pipeline may change the scheduler after
+        `scheduler.step`.
         """
         if not self._ran:
             return
@@ -238,12 +241,12 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """Return the latent after the last step, by the step callback if there is one."""
+        """Return the latent after the last finished step."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the latent of a step; after the last phantom step, return the received latent."""
+        """Keep a step's latent; return the received one after the last phantom (skipped) step."""
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -253,7 +256,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the pipeline's progress bar. Its `update` ends a step; its exit ends a chunk."""
+        """Replace the pipeline's progress bar: `update` ends a step, the bar's end a chunk."""
         yield self
         self.update()
         if self.end is not None:
@@ -262,7 +265,7 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """End a step. Pipelines call this method of the progress bar after each step."""
+        """Finish a step. Pipelines call this method of a progress bar after each step."""
         self._finish_step()
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
@@ -356,7 +359,7 @@ def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
     return {name: function} if name in inspect.signature(type(pipe).__call__).parameters else {}
 
 
-# --- one branch of the guidance on each of two ranks ---
+# --- pairs: two ranks, each of which evaluates one branch of the guidance ---
 
 
 @dataclass(eq=False)
@@ -437,7 +440,7 @@ class GuidanceBranches:
         return own
 
     def end_step(self, step: int) -> None:
-        """Check that both branches of a step have been evaluated, before `scheduler.step`.
+        """Check before `scheduler.step` that both branches of the step have been evaluated.
 
         Raises:
             ModelError: Only one branch was evaluated.

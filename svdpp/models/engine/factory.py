@@ -1,4 +1,4 @@
-"""Models of ranks: the class for a family, and the loader of its components."""
+"""Choice of the model class for a family, and loading of the components that one rank needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from svdpp.plan.roles import Roles
 
 
 def model_class(spec: FamilySpec) -> type[EngineModel]:
-    """Return the class of the models of a family's ranks."""
+    """Return the class that runs the models of a family on a rank."""
     return EngineModel if spec.modular is None else ModularModel
 
 

@@ -45,7 +45,7 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    with warnings.catch_warnings(action="ignore"):  # warnings about read-only pages
+    with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
         return cls.from_single_file(
             str(file.path),
             config=str(folder),
@@ -130,7 +130,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _is_read(module: Any, name: str) -> bool:
-    """Whether diffusers can read this tensor if it is quantised: only in linear and fp32 layers."""
+    """Whether diffusers can read a quantised tensor for this weight: in linear or fp32 layers."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")
@@ -140,7 +140,7 @@ def _is_read(module: Any, name: str) -> bool:
 def quantise_fake(
     module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
 ) -> None:
-    """Give a denoiser of fake tensors the quantised layers that a GGUF file would give it.
+    """Replace layers of a denoiser with fake weights by the quantised layers of a GGUF file.
 
     Args:
         module: Denoiser with fake weights, whose quantised weights become fake tensors of bytes.

@@ -1,4 +1,4 @@
-"""Hooks at methods of objects of diffusers, which their copies keep."""
+"""Hooks that intercept methods of diffusers' objects, and that copies of the objects keep."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
 
 @contextmanager
 def hooked(target: Any, handler: Any, methods: dict[str, str]) -> Iterator[None]:
-    """Hook methods of an object during the block; see `hook`."""
+    """Intercept methods of an object while the `with` block runs; see `hook`."""
     plain = target.__class__
     hook(target, handler, methods)
     try:
         yield
     finally:
-        delattr(target, HOOK)  # also frees what the handler holds
+        delattr(target, HOOK)  # frees the handler and all that it refers to
         target.__class__ = plain
 
 

@@ -1,8 +1,8 @@
 """Computation of the shape and dtype that the latent in a packet must have.
 
-The receiver of a packet computes both from the pipeline and the sampling parameters, before the
-packet arrives. The formulas are the same as in `prepare_latents` of each pipeline in diffusers;
-`FamilySpec` has the differences between families.
+The receiver of a packet computes the shape and the dtype from the pipeline and the sampling
+parameters, before the packet arrives. The formulas are the same as in `prepare_latents` of each
+pipeline in diffusers; `FamilySpec` has the differences between families.
 """
 
 from __future__ import annotations

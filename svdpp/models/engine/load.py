@@ -58,7 +58,7 @@ def silence_libraries() -> None:
 
 
 def preload(family: str) -> None:
-    """Import the pipeline classes of a family from diffusers, which imports their components."""
+    """Import a family's pipeline classes and their components, so that later loading is faster."""
     silence_libraries()
     spec = FAMILY_SPECS[family]
     for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
@@ -87,7 +87,9 @@ def silence_blocks(block: Any) -> None:
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:
-    """Load the pipeline of one rank. Components that only other ranks use become skeletons.
+    """Load the pipeline of one rank.
+
+    Components that only other ranks use become skeletons, which have no weights.
 
     Args:
         checkpoint: Checked checkpoint, with weights.
@@ -158,7 +160,7 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    # diffusers does the same.
+    # diffusers replaces this old class name in the same way.
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
@@ -190,8 +192,8 @@ def apply_memory_options(
         part: Name of the component.
         module: Component. With `channels_last`, weights of Conv2d become NHWC, and weights of
             Conv3d NDHWC.
-        model: Model with the three options. A family's VAE that decodes in tiles only has tiles
-            without the option, too.
+        model: Model with the three options. In a family whose VAE can only decode in tiles, tiling
+            is also enabled without the option `vae_tiling`.
     """
     if part == "vae" and (model.vae_tiling or checkpoint.spec.needs_vae_tiling):
         module.enable_tiling()
@@ -219,7 +221,7 @@ def _on_device(cls: Any, device: str) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]
-    """Processor of text and images that is reduced to the tokenizer, with equal tokens.
+    """Tokenizer that replaces a processor of text and images, and returns the same tokens.
 
     The tokenizer of Kandinsky 5 is a processor of text and images, to which the pipeline passes
     only text. transformers' processor would take a prompt in the first argument for an image, and
@@ -234,7 +236,8 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
 def without_videos(cls: Any) -> Any:
     """Return a subclass of a class of processors, without the part that reads videos.
 
-    That part needs torchvision, and clips from text or images do not use it. All else is the same.
+    Reading videos needs torchvision, and clips from text or images do not use it. Everything else
+    is unchanged.
     """
 
     def __init__(
@@ -345,7 +348,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         ModelError: Weights are missing, unknown or of another shape; the libraries only warn.
     """
     # With `ignore_mismatched_sizes`, transformers lists mismatched shapes in `info` and does not
-    # raise.
+    # raise an error.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.folder / part,
@@ -356,7 +359,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # diffusers does not list the weights of a missing shard. They stay on the meta device.
+    # diffusers does not list the weights of a missing shard. Such weights stay on the meta device.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
@@ -369,7 +372,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     return module
 
 
-# 3. A component without its weights.
+# 3. Components without weights: skeletons.
 
 
 def _skeleton(checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -404,8 +407,9 @@ def build_without_weights(checkpoint: Checkpoint, part: str) -> Any:
 def build_module(cls: Any, folder: Path) -> Any:
     """Create the module that a config describes, without loading weights.
 
-    Call this function on the meta device or under a fake tensor mode; otherwise the weights are
-    allocated. The function changes no state that threads share, such as torch's default dtype.
+    Call this function in a context with the meta device or with a fake tensor mode; otherwise
+    memory for the weights is allocated. The function changes no state that threads share, such as
+    torch's default dtype.
 
     Args:
         cls: Class of the module.

@@ -1,8 +1,9 @@
 """Loader of LoRAs into a pipeline through diffusers, with a check of each tensor.
 
 diffusers renames the tensors of a file, scales some tensors, drops others, and only warns if a
-tensor fits no weight of the model. So the same conversion is run once more with tensors that
-remember their names in the file. The loaded model must then have exactly the converted tensors.
+tensor fits no weight of the model. So this module runs diffusers' conversion a second time, with
+tensors that remember their names in the file. The loaded model must then have exactly the converted
+tensors.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of a loaded adapter: the LoRA with weight 1, and the number of equal LoRAs earlier in the
-#: same clip, because a clip can use a LoRA twice.
+#: Key of a loaded adapter: the LoRA with its weight set to 1, and how many times the same clip uses
+#: the LoRA before (a clip can use a LoRA twice).
 _Key = tuple[Lora, int]
 
 
@@ -55,7 +56,7 @@ class PipelineLoras:
         # Names of the loaded adapters by key. The adapters of clips are ordered by their last use.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
-        # For each denoiser that has ever had a LoRA: its parameters and their original
+        # For each denoiser that has ever had a LoRA: the denoiser's parameters and their original
         # requires_grad.
         self._required_grad: dict[str, list[tuple[torch.nn.Parameter, bool]]] = {}
         files = {file.lora: file for file in checkpoint.loras}
@@ -133,7 +134,7 @@ class PipelineLoras:
 
 
 def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
-    """Return pairs of key and LoRA. A LoRA that occurs twice gets two keys, and is loaded twice."""
+    """Return LoRAs with their keys. A LoRA that occurs twice has two keys and is loaded twice."""
     counts: Counter[Lora] = Counter()
     keys = []
     for lora in loras:
@@ -144,7 +145,7 @@ def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
 
 @contextmanager
 def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
-    """Add the name of a LoRA to the errors that the block raises."""
+    """Add the name of a LoRA to errors that the `with` block raises."""
     label = f"the LoRA {display_name(file.lora.name)}"
     with library_errors(label, checkpoint):
         try:
@@ -156,7 +157,7 @@ def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _without_skeletons(pipe: Any) -> Iterator[None]:
-    """During the block, make diffusers skip skeletons, so that only real denoisers load a LoRA."""
+    """Make diffusers skip skeletons (denoisers without weights) while the `with` block runs."""
     with ExitStack() as patches:
         for part in pipe._lora_loadable_modules:
             module = getattr(pipe, part, None)
@@ -284,13 +285,12 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         try:
             module = denoiser.get_submodule(path)
         except AttributeError:
-            continue  # `_check_places` or `_check_loaded` handles unknown modules
+            continue  # `_check_places` or `_check_loaded` rejects modules that the denoiser lacks
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        weight_shape = getattr(
-            weight, "quant_shape", weight.shape
-        )  # for GGUF, `shape` counts bytes
+        # for GGUF, `shape` counts bytes
+        weight_shape = getattr(weight, "quant_shape", weight.shape)
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
             shapes = [list(factor.shape), list(weight_shape)]

@@ -1,4 +1,4 @@
-"""`EngineModel`: encode, steps and decode, each as a partial call of diffusers' pipeline."""
+"""`EngineModel`: encode, any range of denoising steps, and decode of diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from svdpp.plan.actions import DecodeRange
 
 
 class _TilesDecoded(Exception):
-    """Exception that ends the call of the pipeline after the decode of some tiles."""
+    """Exception that ends a pipeline's call when this rank's tiles of the decode are finished."""
 
 
 class EngineModel:
@@ -54,12 +54,15 @@ class EngineModel:
     ) -> None:
         self.device: torch.device = pipe.device
         self.audio: Audio | None = None
-        """Sound of the last decoded clip; None before the first, and if the model makes no
-        sound."""
+        """Sound of the clip that was decoded last; None before the first decode, and if the model
+        makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        self._outputs: list[Node] = []  # passed to `GuidanceBranches` as `outputs`
-        self._tile_shapes: list[TileShape] = []  # of every clip, after the first `decode_part`
+        # Structure of the denoiser's result, which the first step of a pair finds out; see
+        # `GuidanceBranches.outputs`.
+        self._outputs: list[Node] = []
+        # Shapes of the tiles of every clip's decode; empty until the first `decode_part`.
+        self._tile_shapes: list[TileShape] = []
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
         """Return a model with the same loaded components and other sampling parameters.
@@ -205,7 +208,7 @@ class EngineModel:
         return to_uint8(video[0])  # converts frames (F, 3, H, W) from 0 to 1
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:
-        """Decode one part of a clip, which `join_parts` joins with the other parts.
+        """Decode a part of a clip. Other ranks decode other parts, and `join_parts` joins them.
 
         Args:
             tensors: Tensors of the packet after the last step.
@@ -251,7 +254,7 @@ class EngineModel:
     def part_specs(
         self, own: Tensors, part: DecodeRange
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the tensors that `decode_part` returns on another rank.
+        """Return shape and dtype of the tensors that another rank's `decode_part` returns.
 
         Args:
             own: Result of `decode_part` on this rank, with the clip's first frames or tiles.
@@ -263,7 +266,7 @@ class EngineModel:
         return tile_specs(self._tile_shapes, part, first)
 
     def join_parts(self, tensors: Tensors, parts: Sequence[Tensors]) -> torch.Tensor:
-        """Return the frames of a clip, as `decode` does, from its parts.
+        """Join the parts that several ranks have decoded, and return the frames, as `decode` does.
 
         Args:
             tensors: Tensors of the packet after the last step.
@@ -279,7 +282,7 @@ class EngineModel:
             return self.decode(tensors)
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet, and return the pipeline's result, a tuple of video and maybe sound.
+        """Decode a clip with another postprocessing; return the pipeline's video and sound.
 
         Args:
             tensors: Tensors of the packet after the last step.
@@ -312,7 +315,7 @@ class EngineModel:
     def _call(
         self, request: ClipRequest, source: ModelInput | None, *, end: int | None, **of_call: Any
     ) -> tuple[RangeCall, Any]:
-        """Run the pipeline as a `RangeCall`; return the call and the pipeline's result."""
+        """Run the pipeline's encode, steps or decode; return the `RangeCall` and its result."""
         pipe = self._pipe
         arguments = call_arguments(pipe, self._checkpoint, self._sampling, request, source)
         generator = arguments["generator"]
@@ -322,7 +325,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Run a `RangeCall` from a packet, whose records replace the encode of prompt and image."""
+        """Run steps or decode by a `RangeCall` from a packet, whose records replace the encode."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -412,12 +415,12 @@ def _input_arguments(
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
-    """Return black images or videos as the input of a clip; None if clips start from text alone.
+    """Return black images or videos in place of a clip's input; None if the input is only text.
 
     Args:
         sampling: Resolved sampling parameters.
-        whole: Whether videos have their real size and number of frames. Otherwise they are as small
-            as the pipelines accept.
+        whole: Whether videos have their real size and number of frames. Otherwise videos are as
+            small as the pipelines accept.
     """
     if not sampling.from_image:
         return None
@@ -472,7 +475,7 @@ def to_audio(
     return Audio(samples.T.contiguous(), rate(pipe))
 
 
-# --- SVD's image, resized before the encode ------------------------------------------------------
+# --- resize of the input image of SVD, before the encode -----------------------------------------
 #
 # diffusers' `_resize_with_antialiasing` blurs the whole image, which takes 9 GiB for 50 megapixels,
 # and then interpolates. For each of the 224 rows and columns of the result, the interpolation reads
@@ -492,9 +495,9 @@ _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
-    """Return the pixels of an image for CLIP, in [0, 1], and for the VAE, in [-1, 1]."""
+    """Return an image resized for CLIP, pixels in [0, 1], and for the VAE, pixels in [-1, 1]."""
     processor = pipe.video_processor
-    # This is the method of the class, because a pipeline call in another thread may have replaced
+    # The method of the class is used, because a pipeline call in another thread may have replaced
     # the method of the object.
     preprocess = type(processor).preprocess
     return {
@@ -506,7 +509,7 @@ def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
 
 @contextmanager
 def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
-    """During the block, make the pipeline encode the pixels that `_resized` has returned."""
+    """Make the pipeline encode the pixels that `_resized` has returned, during the `with` block."""
     encode = pipe._encode_image
 
     def encode_image(_: Image.Image, *args: Any) -> Any:
@@ -550,9 +553,9 @@ def _pixels(image: Image.Image, top: int) -> torch.Tensor:
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
-    """Return pixels, blurred along a dimension at the positions that the interpolation reads."""
-    # This import is here, because other families do not need it, and because `silence_libraries`
-    # must run before it.
+    """Blur pixels along one dimension, only at the positions that the interpolation reads."""
+    # The import is in this function, because other families do not need it, and because
+    # `silence_libraries` must run first.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
 
     size = pixels.shape[dim]

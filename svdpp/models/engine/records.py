@@ -33,25 +33,27 @@ from svdpp.models.engine.hooks import HOOK
 #: Node of a structure: a JSON object whose key `kind` determines which other keys it has.
 Node = dict[str, Any]
 
-# Attributes of a scheduler that are not part of its state: one of the engine, one of diffusers.
+# Attributes of a scheduler that are not part of its state: the first is set by svdpp's hooks, the
+# second by diffusers.
 _NOT_STATE = (HOOK, "_internal_dict")
 # Packages whose classes a packet may name.
 _LIBRARIES = ("diffusers", "transformers")
 
 # Pipeline method whose result contains the initial latent as the first tensor.
 _NOISE_RECORD = "prepare_latents"
-# Methods whose results are images before the encode, which no step and no decode uses.
+# Methods that prepare images for the encode. Steps and decode do not use their results, so packets
+# do not contain them.
 _UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
-    "preprocess_conditions",  # method of `WanVACEPipeline`
+    "preprocess_conditions",  # the method of `WanVACEPipeline` with the same purpose
 )
 
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
-# This class is registered as a pytree node, as the output classes of diffusers and transformers
-# are, so that the memory estimate finds the tensors in it.
+# The memory estimate finds tensors only in pytree nodes. diffusers and transformers register their
+# output classes, but not this one.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -62,8 +64,8 @@ register_pytree_node(
 class Packer:
     """Packer that divides a value into a structure and named tensors.
 
-    A tensor that occurs several times is kept once. If `keeps` is False, the packer keeps no
-    tensors and returns only structures.
+    A tensor that occurs several times is kept once. A structure is JSON that describes the value.
+    If `keeps` is False, the packer keeps no tensors and returns only structures.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -72,7 +74,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """Return the structure of a value, and keep the tensors of the value for `packet`.
+        """Return the structure of a value; keep the value's tensors for a later call of `packet`.
 
         Args:
             value: Tensors and plain values in nested lists, tuples, dicts and output classes of
@@ -115,7 +117,7 @@ class Packer:
         return {**node, "name": known, "stride": stride}
 
     def packet(self, structure: Node) -> Tensors:
-        """Return the kept tensors by name, with the structure as a further uint8 tensor of JSON."""
+        """Return a packet: the kept tensors by name, and the structure (JSON in a uint8 tensor)."""
         text = json.dumps(structure, separators=(",", ":"))
         data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
         return {**self.tensors, STRUCTURE: data}
@@ -174,7 +176,7 @@ def zero_tensor(leaf: Node, device: torch.device) -> torch.Tensor:
 
 
 def leaves(node: Node) -> list[Node]:
-    """Return the nodes of all tensors in a structure, in the order of the structure."""
+    """Return the nodes of a packet's structure that describe tensors, in order."""
     if node["kind"] == "tensor":
         return [node]
     items = node.get("items", [])
@@ -227,7 +229,7 @@ def _output_class(path: str) -> Any:
 
 
 def is_of_library(cls: type) -> bool:
-    """Whether a class is one of diffusers or transformers, which a packet may name."""
+    """Whether a packet may name a class: only classes of diffusers and transformers are allowed."""
     return cls.__module__.split(".")[0] in _LIBRARIES
 
 
@@ -278,7 +280,8 @@ def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, An
 def is_unchanged(before: Any, now: Any) -> bool:
     """Whether an attribute still has its earlier value.
 
-    It has if it is the same object, an equal plain value, or a list, tuple or dict of these.
+    A value counts as unchanged if it is the same object, an equal plain value, or a list, tuple or
+    dict of unchanged values.
     """
     if type(before) is not type(now):
         return False
@@ -297,7 +300,7 @@ _LATENT_AXES = 5
 def step_latent(result: Any) -> torch.Tensor:
     """Return the latent in the result of a modular pipeline's `scheduler.step`.
 
-    Some pipelines put another batch axis around it.
+    Some pipelines add a second batch axis to the latent, which this function removes.
     """
     latent = tensors_in(result)[0]
     return latent.squeeze(0) if latent.ndim > _LATENT_AXES else latent
@@ -346,7 +349,8 @@ class Records:
     """Function that rebuilds a value from a node of the packet's structure."""
     generator: torch.Generator
     given: list[Node] | None
-    """Records in the received packet. None: this pipeline call encodes, and creates the records."""
+    """Records in the received packet. None: this pipeline call encodes, and records the methods'
+    results itself."""
     paused: bool = False
     """Whether methods run without being recorded or replayed, as during denoising steps."""
 
@@ -355,7 +359,7 @@ class Records:
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a method that records the method's results, or replays them.
+        """Wrap a method: its results are recorded in the encode, and replayed in later calls.
 
         Args:
             name: Name of the method in records, such as `vae.encode`.
@@ -383,9 +387,8 @@ class Records:
     def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
         record = next((each for each in self._left if each["name"] == name), None)
         if record is None:
-            return real(
-                *args, **kwargs
-            )  # the method returned no tensors in the encode, so there is no record
+            # Methods that return no tensors are not recorded but run again.
+            return real(*args, **kwargs)
         self._left.remove(record)
         if record["drew"] is not None:
             self.restore(record["drew"])
@@ -401,7 +404,7 @@ class Records:
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Return the structures of the records. The initial latent gets the name `latents`.
+        """Return the records as structures for a packet; the initial latent is named `latents`.
 
         Args:
             packer: Packer that keeps the tensors.
@@ -420,7 +423,7 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet, without tensors of the first step.
+        """Return the received records for the next packet, without tensors of the first step only.
 
         Args:
             received: Tensors of the received packet.
@@ -429,7 +432,9 @@ class Records:
         """
         records = copy.deepcopy(self.given or [])
         for record in records:
-            record["drew"] = None  # the packet has the generator's state after the steps instead
+            # The packet contains the generator's state after the steps, which replaces the state
+            # after this method.
+            record["drew"] = None
             for leaf in leaves(record["result"]):
                 name = leaf["name"]
                 if name == LATENTS:
@@ -443,7 +448,7 @@ class Records:
 
 @contextmanager
 def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
-    """Replace methods of one object during the block.
+    """Replace methods of one object while the `with` block runs.
 
     Args:
         target: Pipeline, or a part of a pipeline. Other objects of the same class do not change.
@@ -462,14 +467,14 @@ def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
 
 
 def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a component that pipelines call, by name."""
+    """Return the methods of a pipeline's component that the pipeline calls, by name."""
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     return {name: getattr(component, name) for name in names if hasattr(component, name)}
 
 
 @functools.cache
 def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """Return the names of the methods that a pipeline class defines in `diffusers.pipelines`."""
+    """Return the names of a pipeline class's methods, except those of `DiffusionPipeline`."""
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
         is_own = cls.__module__.startswith("diffusers.pipelines")

@@ -1,4 +1,4 @@
-"""Tiles of a VAE's decode, some of which another rank decodes.
+"""Tiled decode of a VAE on several ranks, each of which decodes some of the tiles.
 
 diffusers' `tiled_decode` calls the VAE's decoder for each tile, and then blends all tiles. No tile
 depends on another one. Ranks that share a decode run this method unmodified, and only the decoder
@@ -42,7 +42,7 @@ class TileShape(NamedTuple):
 
 
 class PartDecoder:
-    """Replacement of `forward` of a VAE's decoder, which decodes only the tiles of one part.
+    """Stand-in for `forward` of a VAE's decoder, which decodes only the tiles of one rank.
 
     Args:
         decode: Function that decodes a tile: the decoder's own `forward`.
@@ -54,13 +54,13 @@ class PartDecoder:
         self._calls = _TileCalls()
         self._pieces: dict[int, list[torch.Tensor]] = {}
         self.shapes: list[TileShape] = []
-        """Shapes of the tiles so far, also of those that are not decoded."""
+        """Shapes of the tiles seen so far, including tiles that this rank does not decode."""
 
     def __call__(self, latent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Decode the latent, (B, C, F, H, W), if it is of a tile of the part.
+        """Decode and keep a latent, (B, C, F, H, W), if it belongs to a tile of this part.
 
         Returns:
-            Empty tensor, which can be blended and concatenated with others of its kind.
+            Empty tensor in place of frames, which diffusers can blend and concatenate.
         """
         frames, height, width = latent.shape[2:]
         if self._calls.begins_tile(kwargs):
@@ -77,13 +77,13 @@ class PartDecoder:
 
     @property
     def tiles(self) -> Tensors:
-        """Decoded tiles, (B, C, F, H, W) each, by `tile_name`."""
+        """Tiles that have been decoded, (B, C, F, H, W) each, by `tile_name`."""
         pieces = self._pieces.items()
         return {tile_name(index): torch.cat(each, dim=2) for index, each in pieces}
 
 
 class TilePlayer:
-    """Replacement of `forward` of a VAE's decoder, which returns tiles that are decoded already.
+    """Stand-in for `forward` of a VAE's decoder, which returns tiles that are already decoded.
 
     Args:
         tiles: All tiles of the clip, by `tile_name`.
@@ -93,7 +93,7 @@ class TilePlayer:
         self._tiles, self._calls, self._count = tiles, _TileCalls(), 0
 
     def __call__(self, *_: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the next tile, or no frames in a later call for the same tile."""
+        """Return the next decoded tile; further calls for the same tile return no frames."""
         if self._calls.begins_tile(kwargs):
             self._count += 1
             return self._tiles[tile_name(self._count - 1)]
@@ -101,12 +101,12 @@ class TilePlayer:
 
 
 def tile_name(index: int) -> str:
-    """Return the name of a tile's tensor in a packet."""
+    """Return the tensor name under which one rank sends a decoded tile to another."""
     return f"{TILE}.{index}"
 
 
 class _TileCalls:
-    """Sequence of a decoder's calls.
+    """Sequence of calls of a VAE's decoder, in which the first call of each tile is recognised.
 
     Wan's decoder is called once for each frame of a tile's latent, with a cache that is new for
     each tile. Others are called once for each tile.
@@ -116,7 +116,7 @@ class _TileCalls:
         self._cache: Any = None
 
     def begins_tile(self, kwargs: Mapping[str, Any]) -> bool:
-        """Note a call with these arguments; return whether it is the first one of a tile."""
+        """Return whether a call with these arguments, the next in order, begins a new tile."""
         before, self._cache = self._cache, kwargs.get("feat_cache")
         return self._cache is None or self._cache is not before
 
@@ -124,9 +124,10 @@ class _TileCalls:
 def tile_specs(
     shapes: list[TileShape], part: DecodeRange, first_tile: torch.Tensor
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of the tiles of a part, which another rank decodes.
+    """Return shape and dtype of the tiles that another rank decodes, by tile name.
 
-    All tiles have the same scale. The first tile has as many frames as any other.
+    Each tile's height and width grow by the same factors in the decode. The first tile has as many
+    frames as any other.
 
     Args:
         shapes: Shapes of all tiles of the clip.
@@ -151,7 +152,7 @@ def tile_specs(
 
 
 def count_tiles(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int, ...]:
-    """Return the number of positions of each tile of a clip's decode, in the order of the tiles.
+    """Return the number of latent positions in each tile of a clip's decode, in order.
 
     Args:
         checkpoint: Checkpoint of the model, of which only configs are read.
