@@ -1,4 +1,4 @@
-"""Zip archive of clips, created while it is sent, so that its size does not need memory."""
+"""Zip archive of clips, which is created while it is sent, so that it is never whole in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _EARLIEST, _LATEST = (1980, 1, 1, 0, 0, 0), (2107, 12, 31, 23, 59, 58)
 
 @dataclass(frozen=True)
 class Member:
-    """File in an archive.
+    """File that becomes a member of a zip archive.
 
     Args:
         name: Name of the file in the archive.
@@ -105,7 +105,7 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
             written_at = time.localtime(member.changed_at)[:6]
             info = zipfile.ZipInfo(member.name, min(max(written_at, _EARLIEST), _LATEST))
             info.external_attr = 0o644 << 16
-            info.file_size = member.size  # a file of 4 GiB needs the larger header
+            info.file_size = member.size  # files of 4 GiB or more need the larger zip64 header
             with archive.open(info, "w") as target:
                 while data := member.content.read(_READ_BYTES):
                     target.write(data)
@@ -148,7 +148,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Return a unique name, and add it to `taken`. Names that differ only in case are equal."""
+    """Return `name`, changed if it is in `taken`, and add it there. Case makes no difference."""
     path, number, found = PurePath(name), 1, name
     while found.casefold() in taken:
         number += 1

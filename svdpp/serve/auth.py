@@ -46,7 +46,8 @@ class Keys(dict[str, Owner]):
         The comparison takes the same time however many characters of the key are right.
         """
         presented, match = _hash(key), None
-        for sha256, owner in self.items():  # no break after a match, so that the time is constant
+        # the loop has no `break`, so that its time does not depend on the keys
+        for sha256, owner in self.items():
             if hmac.compare_digest(sha256, presented):
                 match = owner
         return match
@@ -116,7 +117,8 @@ def add_key(path: Path, name: str) -> str:
     with output_files.disk_errors(f"cannot write {str(path)!r}"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(0o600)
-        # One unbuffered write, so that two commands at the same time append two whole lines.
+        # A single unbuffered write appends a whole line, even if two commands append at the same
+        # time.
         with open(path, "ab", buffering=0) as file:
             gap = b"" if path.read_bytes()[-1:] in (b"", b"\n") else b"\n"
             file.write(gap + f"{name} {sha256}\n".encode())

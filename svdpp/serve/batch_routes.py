@@ -105,7 +105,7 @@ class FileForm(BaseModel):
 
 
 def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description of a body, given the schema of each media type."""
+    """Return the OpenAPI description of a request body, given the schema of each media type."""
     names = {"form": "multipart/form-data", "json": JSON_MEDIA_TYPE, "lines": _LINES_TYPE}
     content = {names[name]: {"schema": schema} for name, schema in kinds.items()}
     return {"requestBody": {"required": True, "content": content}}
@@ -173,7 +173,7 @@ def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch whose results are in a file, and whether the file is the batch's error file.
+    """Find the batch that a results file belongs to; return it, and whether the file is for errors.
 
     Return None if no file with results has the id.
     """
@@ -292,7 +292,7 @@ def _view(service: Service, batch: Batch) -> BatchView:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
-    """Yield the fields of a form. The form's temporary files are removed after the block."""
+    """Yield the fields of a form. Its temporary files are removed after the `with` block."""
     try:
         form = await request.form()
     except (ClientDisconnect, HTTPException, OSError) as error:
@@ -305,7 +305,7 @@ async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
 
 @asynccontextmanager
 async def _spooled(request: Request) -> AsyncIterator[BinaryIO]:
-    """Yield the body as a temporary file, which is removed after the block."""
+    """Yield a request's body as a temporary file, which is removed after the `with` block."""
     with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spooled:
         file = UploadFile(cast("BinaryIO", spooled))
         try:

@@ -28,7 +28,7 @@ class BatchState(StrEnum):
     VALIDATING = "validating"
     """State while lines are checked, and while not all lines are jobs yet."""
     IN_PROGRESS = "in_progress"
-    """State once all lines are jobs. The jobs may have any state."""
+    """State after all lines have become jobs. The jobs may have any state."""
     FAILED = "failed"
     """State after a fault in a line was found. No line becomes a job."""
 
@@ -98,7 +98,7 @@ class BatchCounts:
 
     @property
     def open(self) -> int:
-        """Number of the batch's jobs that have not ended."""
+        """Number of the batch's jobs that are queued or in progress."""
         return sum(number for state, number in self.by_state.items() if not state.is_final)
 
     @property
@@ -119,7 +119,8 @@ _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
 _JOB_COLUMNS = ", ".join(COLUMNS)
-# The end is never before the start, even if the clock was set back. `JobQueue` does the same.
+# The end of a job is never before its start, even if the clock was set back. `JobQueue` ensures
+# this in the same way.
 _CANCEL_WAITING = """
 UPDATE jobs SET state = 'cancelled',
     finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
@@ -207,7 +208,7 @@ class BatchTable:
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the files from before a unix time that no `validating` batch reads."""
+        """Return the files that are older than a unix time and that no `validating` batch reads."""
         query = (
             f"{_SELECT_FILE} WHERE created_at < ? AND NOT EXISTS (SELECT 1 FROM batches "
             "WHERE input_file = batch_files.id AND state = 'validating' AND cancelled_at IS NULL)"
@@ -259,14 +260,14 @@ class BatchTable:
         Args:
             batch: Batch as last read from the table.
             jobs: Jobs of the lines from `batch.stored` on.
-            until: Time in seconds of `clock.uptime` after which the jobs are rejected, because
-                other servers may have removed the jobs' images.
+            until: Latest time, in seconds of `clock.uptime`, at which the jobs may be stored;
+                later, other servers may have removed the jobs' images.
 
         Returns:
             Whether the jobs were stored; False: the batch has changed since it was read.
 
         Raises:
-            OutputError: The time is later than `until`, or the queue cannot be used.
+            OutputError: The time `until` has passed, or the queue cannot be used.
         """
         number = len(jobs)
         with self._backend.transaction() as connection:
@@ -293,7 +294,7 @@ class BatchTable:
         return bool(self._change(f"{_CANCEL} RETURNING id", id))
 
     def cancel_waiting(self, id: str) -> list[str]:
-        """Cancel some waiting jobs of a batch, and return their ids; empty: no job waits."""
+        """Cancel some of a batch's waiting jobs, and return their ids; empty: no job waits."""
         return [job for (job,) in self._change(_CANCEL_WAITING, id)]
 
     def running(self, id: str) -> list[str]:
@@ -302,7 +303,7 @@ class BatchTable:
         return [job for (job,) in self._backend.fetch_all(query, id)]
 
     def half_cancelled(self) -> list[str]:
-        """Return the ids of cancelled batches with waiting jobs, because a server was killed."""
+        """Return the ids of cancelled batches in which jobs still wait, after a server's death."""
         query = (
             "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
             "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
@@ -313,8 +314,7 @@ class BatchTable:
         """Remove the rows of ended batches without clips, and return the batches' ids.
 
         Args:
-            before: Unix time. A batch that failed later, or was cancelled later without a clip,
-                stays.
+            before: Unix time. A batch that failed or was cancelled after this time stays.
         """
         return [id for (id,) in self._change(_REMOVE_ENDED, before, before)]
 
@@ -359,7 +359,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the numbers of each batch's jobs by state, by id; removed clips do not count."""
+        """Return the number of jobs by state, for each batch id. Removed clips do not count."""
         marks = ", ".join("?" for _ in ids)
         query = (
             "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "
@@ -404,7 +404,7 @@ class BatchTable:
 
 
 def same_batch(existing: Batch, batch: Batch) -> Batch:
-    """Return the existing batch with the idempotency key, if a new request with it is the same.
+    """Check that a new batch equals the existing one with its idempotency key; return the latter.
 
     Args:
         existing: Batch that was stored with the idempotency key.

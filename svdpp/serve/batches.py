@@ -43,7 +43,7 @@ MAX_LINES = 10_000
 MAX_OPEN_LINES = 20_000
 #: Maximum bytes of all files that one API key stores at the same time.
 MAX_FILE_BYTES_PER_KEY = 2**30
-#: Seconds after which a file that no batch reads is removed, and a failed batch too.
+#: Seconds after which failed batches are removed, and files that no batch reads.
 RETENTION_SECONDS = 86400
 #: Maximum number of faults that a response lists. Further faults are only counted.
 MAX_FAULTS = 1000
@@ -55,7 +55,7 @@ _MAX_CUSTOM_ID = 512
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
 # Number of lines whose images are decoded, or that become jobs, before another batch continues.
 _DECODED_LINES, _STORED_LINES = 16, 100
-# Maximum bytes of images in memory at the same time; one more image may exceed the limit.
+# Maximum bytes of images in memory at the same time; the last image may exceed the limit.
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -70,7 +70,7 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class _CheckedLine:
-    """Line of a batch with valid fields. `request` contains the line's images.
+    """Line of a batch whose fields are valid, with the request (and its images) and the new job.
 
     `job` is not stored yet.
     """
@@ -93,13 +93,14 @@ class _Faults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add a line's faults: one fault for each field that the error names."""
+        """Add the faults of one line: one fault for each field that an error names."""
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
         self.total += len(each)
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # If an error names several fields, its hint is only about the unknown field.
+            # If an error names several fields, its hint is kept only for the unknown field, because
+            # it is about that field.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -131,7 +132,7 @@ class Batches:
         on_stored: Callable[[], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
-        """Store the queue, and the functions by which the service handles one request.
+        """Take the queue, and the functions with which the service handles a request for one clip.
 
         Args:
             queue: Queue of the jobs.
@@ -155,7 +156,7 @@ class Batches:
         self._capabilities = capabilities
         self._uploads = uploads
         self.keep_seconds = min(keep_seconds or RETENTION_SECONDS, RETENTION_SECONDS)
-        """Age in seconds at which a batch's input file is removed if no batch reads the file."""
+        """Age in seconds at which an uploaded file of lines is removed if no batch reads it."""
         self._check_accepts_jobs = check_accepts_jobs
         self._new_job = new_job
         self._check_uploads = check_uploads
@@ -165,8 +166,8 @@ class Batches:
         self._on_cancelled = on_cancelled
         self._clock = SteadyClock()
         self._tidy_at = 0.0
-        # Results of decoding the images of each batch. They are kept if the disk fails, so that the
-        # images need not be decoded again.
+        # Results of decoding the images of each batch. If the disk fails, the results are kept, so
+        # that the images need not be decoded again.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
             "batches", self._run_once, _LOOK_SECONDS, error_message="a batch waits"
@@ -198,7 +199,7 @@ class Batches:
             self._queue.store.put(path)
             self.table.add_file(file, MAX_FILE_BYTES_PER_KEY)
         except BackendUnavailableError:
-            raise  # the file is kept, because the database may have stored its row
+            raise  # the stored content is kept, because the database may have stored the file's row
         except QueueFullError as error:
             self._queue.store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
@@ -378,7 +379,7 @@ class Batches:
     # --- results ----------------------------------------------------------------------------------
 
     def results(self, batch: Batch, *, errors: bool, view: Callable[[Job], Video]) -> Iterator[str]:
-        """Yield the present lines of a batch's output file, or of its error file.
+        """Yield the lines that a batch's output file, or its error file, has so far.
 
         Args:
             batch: Batch.
@@ -407,7 +408,7 @@ class Batches:
         for checked in self._lines(source, owner, "", {}, faults):
             total += 1
             loras |= {lora.name: str(lora.sha256) for lora in checked.job.loras}
-            del checked  # frees the memory of the line's images
+            del checked  # frees the memory of the line's images before the next line is read
         if faults.total:
             raise _faulty_error(faults)
         return total, loras
@@ -461,7 +462,7 @@ class Batches:
     # --- the thread -------------------------------------------------------------------------------
 
     def _run_once(self) -> None:
-        """Process all accepted batches in turns, so that a long batch does not delay the others."""
+        """Work on all accepted batches in turns, so that a long batch does not delay the others."""
         if uptime() >= self._tidy_at:
             self._tidy()
             self._tidy_at = uptime() + _TIDY_SECONDS
@@ -487,7 +488,7 @@ class Batches:
             raise failure
 
     def _store(self, id: str) -> Iterator[None]:
-        """Turn the lines of a batch into jobs, in steps, unless another server is doing so.
+        """Turn the lines of a batch into jobs, some at a time, unless another server is doing so.
 
         Each `yield` lets another batch continue.
         """
@@ -527,7 +528,7 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[None]:
-        """Decode the images of all lines in steps; add faults of fields and images to `faults`."""
+        """Decode the images of all lines, some at a time; add what is faulty to `faults`."""
 
         def check(line: _CheckedLine) -> tuple[_CheckedLine, ApiError | None]:
             try:
@@ -554,7 +555,7 @@ class Batches:
         decoded: DecodedImages,
         faults: _Faults,
     ) -> Iterator[None]:
-        """Store the lines that are not jobs yet as jobs, in steps."""
+        """Store those lines that are not jobs yet as jobs, some at a time."""
         lines = self._lines(source, owner, batch.id, batch.loras, faults)
         lines = islice(lines, batch.stored, None)
         while some := _take(lines, _STORED_LINES):
@@ -594,7 +595,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._save_uploads(line.request, line.job, uploads, decoded)
-            # An earlier server process checked the images, and one cannot be decoded now.
+            # The images were checked by an earlier server process, and now one of them cannot be
+            # decoded.
             except SvdppError as error:
                 faults.add(line.number, line.custom_id, _fault_of(error))
                 return
@@ -608,12 +610,12 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish cancellations of killed servers; remove old files and batches without clips."""
+        """Finish cancellations that killed servers began; remove old files and empty batches."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf
         if self._clock.is_settled:
-            with suppress(ClockError):  # the fleet's thread logs clocks that differ
+            with suppress(ClockError):  # the fleet's thread logs that clocks differ
                 self._queue.check_clock()
                 before = self._queue.now() - self.keep_seconds
         for file in self.table.files_before(before):
@@ -622,7 +624,7 @@ class Batches:
 
 
 def _take(lines: Iterator[_CheckedLine], most: int) -> list[_CheckedLine]:
-    """Take the next lines: at most `most`, and none after their images exceed `_SLICE_BYTES`."""
+    """Take at most `most` of the next lines; stop when their images exceed `_SLICE_BYTES`."""
     taken: list[_CheckedLine] = []
     size = 0
     for line in islice(lines, most):

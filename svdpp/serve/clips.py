@@ -1,4 +1,4 @@
-"""Admission checks for requested clips, and conversion of queued jobs to requests for the ranks."""
+"""Checks whether the ranks can make a clip, and conversion of queued jobs to pipeline requests."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Admission:
             raise OutOfMemoryError(error.message, error.hint, details=error.details)
 
     def _find_memory_error(self, sampling: SamplingConfig) -> OutOfMemoryError | None:
-        """Return the error that a clip does not fit in the GPUs' memory; None if the clip fits."""
+        """Return an error if a clip does not fit in the GPUs' memory; None if the clip fits."""
         needs, has = memory_of_devices(
             self._config.model,
             sampling,
@@ -137,7 +137,7 @@ _SHAPE = (
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """Return the parameters that memory depends on, so that the cache of estimates has few keys."""
+    """Return only those parameters of a clip on which its memory depends, as a key of the cache."""
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
     scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
@@ -158,7 +158,8 @@ class RunningClip:
     progressed_at: float = 0.0
     """Monotonic time at which the clip's progress last changed."""
     is_revoked: bool = False
-    """Whether this server has lost its claim, so that another server may already make the clip."""
+    """Whether this server has lost its claim of the job, so that another server may already make
+    the clip."""
     ranks_left: int = 0
     """Number of ranks that have not prepared the clip's large image yet."""
     prepared_at: float = 0.0
@@ -201,13 +202,14 @@ class RequestBuilder:
         self._loras = LoraCatalog(checkpoint)
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
-        # Key and step of each latent checkpoint in the store that belongs to a clip of this server.
+        # Key and number of finished steps of each latent checkpoint that this server has in the
+        # store.
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
-        """Return the clip of a job, which continues from the latest latent checkpoint of the job.
+        """Return a job as a clip for the pipeline, continued from its latest latent checkpoint.
 
-        Input files that only the store has are fetched to the data folder.
+        Input files that are only in the store are fetched to the data folder.
         """
         for path in job.upload_paths(self.folder):
             self._store.fetch(path)
@@ -225,7 +227,8 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
-        with contextlib.suppress(SvdppError):  # a job that the ranks cannot make has no checkpoints
+        # a job that the ranks cannot make raises an error, and has no checkpoints
+        with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
     def remove_all_latents(self) -> None:
@@ -234,20 +237,21 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Upload new latent checkpoints of the folder to the store, and delete removed ones there.
+        """Upload new latent checkpoints to the store; delete from it those that the folder lacks.
 
         Raises:
             StorageUnavailableError: The store does not answer.
         """
         self._store.probe()
-        # The set is copied before the folder is listed. A checkpoint that another thread fetches
-        # after the listing would otherwise be deleted from the store.
+        # The set is copied before the folder is listed. Otherwise a checkpoint that another thread
+        # fetches after the listing would be deleted from the store.
         published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)
         for key, step in saved - self._published_latents:
             self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.add((key, step))
-        # Only objects of the store are deleted, because a rank may have saved the same file again.
+        # Only the store's object is deleted, and no file of the folder, because a rank may have
+        # saved the same file again.
         for key, step in published_latents - saved:
             self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.discard((key, step))
@@ -263,7 +267,8 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # Added after the fetch, because `publish_latents` deletes objects that the folder lacks.
+        # The checkpoints are added after they were fetched, because `publish_latents` deletes
+        # objects that the folder lacks.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:

@@ -10,16 +10,17 @@ import time
 
 from svdpp.errors import OutputError
 
-#: Maximum difference of two clocks in seconds. If the clocks differ more, nothing is deleted by
-#: age.
+#: Maximum difference of two clocks in seconds. If two clocks differ by more, no file or job is
+#: deleted because of its age.
 MAX_SKEW = 60.0
-#: Seconds after a server's start during which nothing is deleted by age. A machine that has just
-#: booted may have a wrong clock until NTP sets the clock; `check_skew` then reports the jump.
+#: Seconds after a server's start during which no file or job is deleted because of its age. A
+#: machine that has just booted may have a wrong clock until NTP sets the clock; `check_skew` then
+#: reports the jump.
 SETTLING_SECONDS = 600.0
 
 
 class ClockError(OutputError):
-    """Two clocks differ by more than `MAX_SKEW`, so ages are unknown and nothing is deleted.
+    """Error for two clocks that differ by more than `MAX_SKEW`, so that ages are unknown.
 
     The error's details have `skew_seconds`, positive if this machine's clock is ahead.
     """

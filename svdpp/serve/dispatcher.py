@@ -30,7 +30,8 @@ _T = TypeVar("_T")
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
-# Number of clips whose jobs are remembered, far more than the ranks have at once.
+# Number of latest clips whose jobs are remembered: far more than the ranks work on at the same
+# time.
 _MAX_RECENT_JOBS = 1000
 # Assumed seconds per pixel to prepare an image, until a time is measured.
 _SECONDS_PER_PIXEL = 6e-8
@@ -70,14 +71,16 @@ class Dispatcher:
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self.recent_jobs: dict[int, Job] = {}
-        """Jobs by the indices of their clips. Ended clips stay, because ranks report late."""
+        """Jobs by the indices of their clips. Jobs of ended clips stay, because ranks may report
+        later."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         # Ids of jobs that this server has retried because a file could not be read or written.
         self._retried_files = deque[str](maxlen=_MAX_RECENT_JOBS)
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
-        """Clip whose large image the ranks prepare while they make other clips. None: none."""
+        """Clip whose large image the ranks prepare while they make other clips; None if there is
+        none."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
@@ -104,7 +107,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def revoke(self, claims: Iterable[tuple[str, int]]) -> None:
-        """Stop the work for claims that were lost, and discard its results.
+        """Stop work on jobs whose claims this server has lost, and discard the results.
 
         Args:
             claims: Job id and token of each lost claim.
@@ -119,7 +122,7 @@ class Dispatcher:
                 self.request_cancel(id)
 
     def notify(self, job_id: str) -> Job | None:
-        """Read a job from the queue, pass it to `on_changed`, and return it; None if removed."""
+        """Read a job, pass it to `on_changed`, and return it; None if the job was removed."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -128,7 +131,7 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Handle an event of a rank.
+        """Handle a rank's report that it has prepared an image; ignore other events.
 
         Only `ImageReady` has an effect: the rank has prepared an image.
         """
@@ -193,7 +196,7 @@ class Dispatcher:
         )
 
     def reset(self) -> None:
-        """Forget the clips of the old pipeline, before a new pipeline starts."""
+        """Forget the clips of a pipeline that has ended, before a new pipeline starts."""
         self._next_clip = 0
         self.recent_jobs.clear()
         self.preparing = None
@@ -204,7 +207,8 @@ class Dispatcher:
         self._forward_cancellations()
         self._check_storage()
         while self._can_claim:
-            # Set before the queue is read, because `is_empty` runs in other threads.
+            # The flags are reset before the queue is read, because other threads set them and read
+            # `is_empty`.
             self._is_queue_empty = self._is_woken = False
             if (clip := self.preparing) is not None and clip.is_prepared:
                 self.preparing = None
@@ -242,7 +246,7 @@ class Dispatcher:
             return
         try:
             clip = self._request_builder(job)
-        # The files cannot be reached now, but perhaps by another server.
+        # This server cannot reach the files now, but perhaps another server can.
         except BackendUnavailableError:
             self._requeue(job)
             self._check_storage()
@@ -254,7 +258,7 @@ class Dispatcher:
             self._submit(pipeline, clip)
 
     def _start_preparing(self, pipeline: Pipeline, clip: RunningClip) -> bool:
-        """Let the ranks prepare a clip's image if it is large; return whether they do.
+        """Let the ranks prepare a clip's image before the clip is submitted, if the image is large.
 
         Other jobs are submitted meanwhile.
         """
@@ -307,14 +311,15 @@ class Dispatcher:
             clip = self.get(job_id)
             if clip is not None and clip is self.preparing:
                 self.preparing = None
-                # Now that none is being prepared, the next job with a large image can be claimed.
+                # No image is being prepared any more, so the next job with a large image can be
+                # claimed.
                 self._is_queue_empty = False
                 self._record_cancelled(clip.job)
             elif clip is not None and clip.handle is not None:
                 clip.handle.cancel()
 
     def record_results(self) -> None:
-        """Record the outcomes of the clips that the pipeline has finished, lost or dropped."""
+        """Record in the queue which clips the pipeline has finished, lost or dropped."""
         while self._done:
             self._record_result(*self._done[0])
             self._done.popleft()
@@ -327,7 +332,7 @@ class Dispatcher:
             self._record_cancelled(clip.job)
         except BaseException as error:
             if run_has_ended or isinstance(error, ClosedError):
-                return  # `requeue_all` handles this job
+                return  # The pipeline has ended; `requeue_all` puts the job back.
             self._record_failure(clip, error)
         else:
             self._record_completed(clip.job, result.metadata)
@@ -349,7 +354,7 @@ class Dispatcher:
             self._fail_or_requeue(clip.job, error)
 
     def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
-        """Record a job's failure; requeue the job if the cause may be unreachable files."""
+        """Set a job to failed, or requeue it if its files may only be unreachable for a moment."""
         if not self._queue.store.is_mounted:
             logger.warning("{} starts again once its files can be read: {}", job.id, error)
             self._requeue(job)
@@ -367,8 +372,8 @@ class Dispatcher:
 
         Args:
             error: Reason for the end of the ranks.
-            blamed: Ids of jobs during which ranks died. For these jobs the claim counts as an
-                attempt.
+            blamed: Ids of jobs during which ranks died. For these jobs, the claim counts as a
+                failed attempt.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})
@@ -411,7 +416,7 @@ class Dispatcher:
         self._is_queue_empty = False
 
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:
-        """Change the state of a job, and notify; return whether this server's claim was valid."""
+        """Run a change of a job, and notify followers; return whether the job was changed."""
         is_changed = self._retry_while_unavailable(change)
         self._retry_while_unavailable(lambda: self.notify(job.id))
         return is_changed

@@ -1,4 +1,4 @@
-"""Engine thread, which runs queued jobs on a pipeline and restarts it; monitor of the ranks."""
+"""Engine thread, which runs queued jobs on a pipeline and restarts the ranks; monitor of ranks."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _POLL_SECONDS = 0.25
 # Seconds of waiting before the first restart of the ranks, and their maximum. The time doubles with
 # each restart, until a clip is completed.
 _MIN_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
-# Seconds after the grace period in which the ranks and the engine thread have to end. Ranks that
-# still run then are killed.
+# Seconds after the grace period within which the ranks and the engine thread must end. Ranks that
+# still run after this time are killed.
 _END_SECONDS = 30.0
 
 
@@ -90,7 +90,7 @@ class Engine:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Let the ranks finish clips during a grace period, drop all other clips, end the ranks.
+        """Let the ranks finish clips during a grace period; then drop other clips, end the ranks.
 
         The jobs of dropped clips stay in progress in the queue, until `JobQueue.requeue_expired`.
 
@@ -107,7 +107,7 @@ class Engine:
                 pipeline.close(drain=False)
             self._thread.join(_POLL_SECONDS)
         for rank in multiprocessing.active_children() if self._thread.is_alive() else ():
-            rank.kill()  # at its exit, Python would wait for the rank, which ignores SIGTERM
+            rank.kill()  # the rank ignores SIGTERM, and Python would wait for it at exit
 
     def cancel(self, job_id: str, *, removes: bool = False) -> bool:
         """Cancel a job: at once if it is queued; otherwise when the ranks have dropped its clip.
@@ -118,8 +118,8 @@ class Engine:
                 when it has ended.
 
         Returns:
-            Whether the job is now in a final state, or does not exist; False: the ranks still have
-            to drop the clip.
+            Whether the job has ended or does not exist. False: the ranks still have to drop the
+            clip.
 
         Raises:
             OutputError: The queue cannot be changed.
@@ -133,7 +133,8 @@ class Engine:
                 return True
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
-                # Otherwise the job's state changed between the calls above, which the loop repeats.
+                # If neither is true, the job's state has changed between these calls, and the loop
+                # calls them again.
                 return True
         self.dispatcher.request_cancel(job_id)
         return False
@@ -144,7 +145,7 @@ class Engine:
         return self.state == "ready" and self.dispatcher.is_empty
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer of the ranks' events, before `start`.
+        """Add an observer of the ranks' events. Call this before `start`.
 
         Exceptions of the observer are logged.
         """
@@ -231,7 +232,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the id of the job during which a rank died; if unknown, of all begun jobs."""
+        """Return the id of the job during which a rank died; if unknown, ids of all begun jobs."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
@@ -256,7 +257,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Present work of a rank."""
+    """What a rank is doing at the moment, and its latest sample of memory and load."""
 
     rank: int
     device: str
@@ -300,7 +301,7 @@ class RankMonitor:
 
     Args:
         world_size: Number of ranks.
-        job_id_of: Function from the index of a clip to the id of its job.
+        job_id_of: Function that returns the id of the job of a clip, given the clip's index.
     """
 
     def __init__(self, world_size: int, job_id_of: Callable[[int], str | None]) -> None:
@@ -315,7 +316,7 @@ class RankMonitor:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Update the state of a rank by an event from this rank."""
+        """Update what is known of a rank with an event that the rank has reported."""
         with self._lock:
             state = self._ranks[rank]
             match event:

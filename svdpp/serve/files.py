@@ -1,4 +1,4 @@
-"""HTTP responses with stored files, for Range and conditional requests (RFC 9110)."""
+"""HTTP responses with stored files; range requests and conditional requests (RFC 9110)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
 
-# Offsets in a Range header, of at most 18 digits, because no file is longer.
+# One range of a Range header. Its offsets have at most 18 digits, which suffice for any file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
 _NAME_CHARACTERS = 60
 
@@ -84,7 +84,7 @@ class PrivateFile(FileResponse):
         await super().__call__(scope, receive, send)
 
     def _is_cached(self, headers: Headers) -> bool:
-        """Whether the client has the file cached.
+        """Whether the client's cache has the current file, so that status 304 suffices.
 
         If-None-Match takes precedence over If-Modified-Since.
         """
@@ -93,7 +93,7 @@ class PrivateFile(FileResponse):
         return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
     def _range_applies(self, headers: Headers) -> bool:
-        """Whether If-Range, if the client sent it, names this version of the file."""
+        """Whether the client's If-Range header is missing, or names this version of the file."""
         tag = headers.get("if-range")
         return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
 
@@ -123,7 +123,7 @@ def content_disposition(name: str, kind: Literal["inline", "attachment"] = "inli
 
 
 def _tags(text: str) -> Iterable[str]:
-    """Return the ETags in an If-None-Match header.
+    """Return the ETags that an If-None-Match header lists.
 
     Weak tags equal strong tags (RFC 9110, 13.1.2).
     """

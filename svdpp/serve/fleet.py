@@ -32,7 +32,7 @@ from svdpp.serve.schemas import format_size
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
-# Renewals during one lease, so that the lease survives two missed renewals.
+# Number of renewals during one lease: the lease survives two missed renewals.
 _RENEWALS_PER_LEASE = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
@@ -70,7 +70,7 @@ class _WorkRates:
     write: float = 0.0
 
     def remaining(self, sampling: SamplingConfig, steps_done: int = 0) -> float:
-        """Return the seconds of remaining work for a clip with `steps_done` finished steps."""
+        """Return the seconds of work that remain for a clip after `steps_done` finished steps."""
         steps = sampling.num_inference_steps - steps_done
         seconds = (
             steps * self.step + self.decode + self.write + (0.0 if steps_done else self.encode)
@@ -91,7 +91,7 @@ class _WorkRates:
 
 
 class EtaEstimator:
-    """Queue positions and ETAs of the open jobs, from median times of this server's latest work.
+    """Estimator of queue positions and ETAs, from the median times of this server's latest work.
 
     The work of the clips that are ahead of a waiting clip is divided among the ranks of all servers
     for this model. All servers are assumed to be as fast as this one. An instance is an observer of
@@ -164,8 +164,8 @@ class EtaEstimator:
             return self._latest
 
     def _estimate_all(self) -> dict[str, Estimate]:
-        # Read before the running clips: a job that is claimed in between is in both lists, not in
-        # none.
+        # The waiting jobs are read before the running clips, so that a job that is claimed in
+        # between is in both lists, and not in neither.
         waiting = self._queue.waiting()
         clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
         rates = self._rates()
@@ -203,7 +203,7 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank has finished its share of the latest clip."""
+        """Return the seconds until the first rank has finished its part of the clip begun last."""
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
 
@@ -221,7 +221,7 @@ class EtaEstimator:
             yield id, sampling, 0
 
     def _rates(self) -> _WorkRates | None:
-        """Return the median times per pixel of the latest work; None before the first step."""
+        """Return the median seconds per pixel of the latest work; None before the first step."""
         if not self._samples["step"]:
             return None
         encode, step, decode, write = (
@@ -231,7 +231,7 @@ class EtaEstimator:
 
 
 def _volume(sampling: SamplingConfig) -> int:
-    """Return the number of pixels of a clip, doubled for guidance: the measure of work in ETAs."""
+    """Return the amount of work in a clip for ETAs: its number of pixels, doubled for guidance."""
     return sampling.height * sampling.width * sampling.frames * (2 if sampling.uses_guidance else 1)
 
 
@@ -288,8 +288,8 @@ class Fleet:
     def lora_hashes(self) -> dict[str, set[str]]:
         """Return the SHA-256 of each LoRA that a request may name, by name.
 
-        These are this server's LoRAs, and those of the other live servers of its model. A name that
-        this server does not have stands for several files if the others have different ones.
+        A request may name this server's LoRAs, and those of other live servers with the same model.
+        A name that this server lacks has several hashes if the other servers have different files.
         """
         found: dict[str, set[str]] = {}
         for other in self.peers_for(self._queue.model_key):
@@ -350,7 +350,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log once that this machine's clock differs from the database's clock, which ages use."""
+        """Log once if this machine's clock differs from the database's, which determines ages."""
         try:
             self._queue.check_clock()
         except ClockError as error:
@@ -363,7 +363,7 @@ class Fleet:
         self._has_skew = False
 
     def _refresh_peers(self, description: dict[str, Any]) -> None:
-        # A server of the version before lists the hashes of its LoRAs without their names.
+        # Servers of the previous version of svdpp list the hashes of their LoRAs without names.
         rows = [{"lora_hashes": {}, **row} for row in self._queue.servers()]
         self._peers = [
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}

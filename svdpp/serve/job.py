@@ -62,7 +62,8 @@ class Job:
         further_inputs: SHA-256 of each further input file, such as the last image or a control
             video, by the field of the request.
         server: Id of the server that has claimed or ended the job; None: no server has.
-        fencing_token: Number of claims of the job so far; always 0 in a queue that is not shared.
+        fencing_token: Number of times that servers have claimed the job; always 0 in a queue that
+            is not shared.
         step: Number of finished denoising steps in the last report of the job's server.
         attempts: Number of times that ranks died while they made the clip.
         remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
@@ -124,7 +125,7 @@ class Job:
     def model_key(self) -> str:
         """Key of the model and its weights.
 
-        A server makes the jobs with the key of its own model.
+        A server only makes jobs whose key is that of its own model.
         """
         return self.weights or self.model
 
@@ -136,8 +137,8 @@ class Job:
     def clip_path(self, folder: Path) -> Path:
         """Return the path of the mp4 that the job's present claim writes, in a data folder.
 
-        Each claim writes a separate file. The file is complete before the transaction that
-        completes the job. The clip's metadata is beside the mp4, with the suffix `.json`.
+        Each claim of a job writes a separate file. The file is complete before the job is set to
+        completed. The clip's metadata is beside the mp4, with the suffix `.json`.
         """
         name = f"{self.id}-{self.fencing_token}.mp4" if self.fencing_token else f"{self.id}.mp4"
         return folder / CLIPS_FOLDER / name
@@ -229,7 +230,8 @@ def _of_json(text: str | None) -> Any:
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
-@functools.lru_cache(maxsize=256)  # cached, because most jobs of a queue have the same parameters
+# results are cached, because most jobs of a queue have the same parameters
+@functools.lru_cache(maxsize=256)
 def sampling_of(text: str) -> SamplingConfig:
     """Return the sampling parameters in the JSON of the column `sampling`.
 
@@ -255,8 +257,8 @@ def new_id() -> str:
 def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
     """Return the requested seed, or a 32-bit seed if none was requested.
 
-    The 32-bit seed is random without an idempotency key; with one, it is derived from owner and
-    key.
+    If the request has an idempotency key, the 32-bit seed is derived from owner and key, so that a
+    repeated request gets the same seed. Otherwise the seed is random.
     """
     if requested is None and idempotency_key is not None:
         digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()

@@ -45,7 +45,7 @@ class LoraCatalog:
 
     @property
     def fits_model(self) -> bool:
-        """Whether the model can load LoRAs, also if this server has none."""
+        """Whether the model can load LoRAs, even if this server offers none."""
         return self._checkpoint is not None and self._checkpoint.spec.loras
 
     def find(
@@ -60,8 +60,10 @@ class LoraCatalog:
         Args:
             value: Field `lora` of the request; see `parse_loras`.
             hashes: SHA-256 of the LoRAs that the request may name, by name. A name with several
-                stands for different files at different servers. None: those of this server.
-            holder: Words for who has these LoRAs, for errors.
+                hashes stands for different files at different servers. None: the LoRAs of this
+                server.
+            holder: Subject of error messages: the server or fleet that has the LoRAs, such as "this
+                server".
 
         Raises:
             RequestError: The value is malformed, or names a LoRA that `hashes` lacks or that stands
@@ -77,7 +79,7 @@ class LoraCatalog:
         return tuple(replace(lora, sha256=min(hashes[lora.name])) for lora in loras)
 
     def missing_reason(self, loras: Iterable[Lora]) -> str | None:
-        """Return why this server cannot make a job with these LoRAs; None if it can."""
+        """Return why this server cannot make a job that uses given LoRAs; None if it can."""
         for lora in loras:
             if (lora.sha256, lora.expert) not in self._files:
                 return f"this server does not have the job's LoRA {lora.name}"
@@ -98,7 +100,7 @@ class LoraCatalog:
 
 
 def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) -> None:
-    """Check that a name stands for one file; see `LoraCatalog.find`."""
+    """Check that a LoRA's name exists and stands for one file only; see `LoraCatalog.find`."""
     known = sorted(hashes)
     details = {"field": "loras", "name": name[:60]}
     if name not in hashes:

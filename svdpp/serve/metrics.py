@@ -141,7 +141,7 @@ class Metrics(Collector):
             for direction in ("sent", "received"):
                 moved = getattr(before, f"{direction}_bytes")
                 self._moved_before[rank, direction] += moved
-        # A new dictionary, because another thread may be iterating over the old dictionary.
+        # The dictionary is replaced, because another thread may be iterating over the old one.
         self._stats = {**self._stats, rank: stats}
 
     def _add_rank_seconds(self, rank: int, state: str, seconds: float) -> None:

@@ -123,7 +123,7 @@ class AuthMiddleware:
                 scope["route"] = forwarded_scope.get("route")
 
     def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
-        """Count an upload as in progress until `upload` is closed.
+        """Count an upload as in progress until the returned `upload` is closed.
 
         Raises:
             ApiError: Too many uploads are in progress.
@@ -190,17 +190,17 @@ class AuthMiddleware:
 
     def _log_request(self, scope: Scope, response: _ResponseRecorder) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        # Without a status the client disconnected, which counts as 499.
+        # If no status was sent, the client has disconnected. Such requests count as status 499.
         status = response.status or 499
         method = scope["method"] if scope["method"] in _METHODS else "other"
         self.metrics.count_request(method, route, status, response.seconds)
-        # GET requests of clients that poll would fill the log.
+        # Successful GET requests are not logged, because clients that poll would fill the log.
         if method not in ("GET", "HEAD") or status >= 400:
             logger.debug("{} {} {}", method, scope["path"], status)
 
 
 class _ResponseRecorder:
-    """ASGI `send` that adds headers to each response, and records its status and time."""
+    """Wrapper of ASGI's `send` that adds headers to a response, and records its status and time."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
@@ -223,7 +223,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request's headers to the response's; until now without a response."""
+        """Seconds from the request's headers to the response's (to now, if there is none)."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

@@ -52,7 +52,7 @@ class PeriodicThread:
         self._worker.start()
 
     def wake(self) -> None:
-        """Call `run` at once, or again as soon as the present call has ended."""
+        """Make the thread call `run` at once, or again as soon as a running call has ended."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:
@@ -72,7 +72,8 @@ class PeriodicThread:
         while not is_last:
             self._is_woken.wait(delay)
             self._is_woken.clear()
-            is_last = self.is_closing  # read after `clear`, so that no `close` is missed
+            # read after the event was cleared, so that no `close` is missed
+            is_last = self.is_closing
             delay = max(self._interval_seconds, _RETRY_SECONDS)
             try:
                 (self._on_close if is_last else self._run_once)()

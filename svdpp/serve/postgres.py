@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
 # Seconds after a failed connection during which calls fail without a new attempt.
 _RETRY_SECONDS = 1.0
-# Timeouts keep a server that hangs in a transaction from blocking the others.
+# Timeouts, so that a server that hangs in a transaction does not block the other servers.
 _SETTINGS = """
 SET statement_timeout = '10s';
 SET idle_in_transaction_session_timeout = '5s';
@@ -43,7 +43,7 @@ SET client_min_messages = warning;
 # bytes.
 _CALL_SECONDS = 12.0
 _WATCH_SECONDS = 0.5
-# `target_session_attrs` refuses a standby, and a primary that was made read-only.
+# `target_session_attrs` makes libpq refuse a standby, and a primary that was made read-only.
 _NETWORK: dict[str, Any] = {
     "connect_timeout": 5,
     "keepalives_idle": 5,
@@ -56,7 +56,7 @@ _NETWORK: dict[str, Any] = {
 # server that has become read-only stays read-only.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
-# URL of a database. User and password may have only characters that need no percent-encoding.
+# URL of a database. Special characters in user and password must be percent-encoded.
 _URL = re.compile(
     r"(?P<scheme>postgres(?:ql)?://)(?:(?:[\w.~+-]|%[0-9a-fA-F]{2})*"
     r"(?::(?:[\w.~!$&'()*+,;=-]|%[0-9a-fA-F]{2})*)?@)?"
@@ -103,11 +103,13 @@ class PostgresBackend:
     Args:
         url: URL of the database.
         store: Files that all servers of the queue share.
-        adopts: Whether the store may hold files of others, which are left alone.
+        adopts: Whether the store may hold files that do not belong to the queue; such files are
+            left alone.
     """
 
-    # A claim locks the job and its owner, so that simultaneous claims take jobs of different
-    # owners. If all owners with jobs are locked, the second form waits for other claims.
+    # A claim locks the rows of a job and its owner, so that simultaneous claims take jobs of
+    # different owners. The first clause skips locked rows. If all owners with jobs are locked, the
+    # second clause is used, which waits for the other claims.
     claim_locks = (
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
@@ -146,10 +148,10 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def transaction(self, advisory_lock: str = "") -> Iterator[Connection]:
-        """Run a transaction: durable after the block, and undone if the block raises.
+        """Run the `with` block as a transaction, which is undone if the block raises an exception.
 
         Args:
-            advisory_lock: Name of a lock that the transaction holds; "": none.
+            advisory_lock: Name of an advisory lock that the transaction holds; "": no lock.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -167,7 +169,7 @@ class PostgresBackend:
                 raise
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query, which has its own connection and does not wait for changes.
+        """Return the rows of a query, which uses its own connection and waits for no transaction.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -201,7 +203,7 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
-        """Hold an advisory lock of the database during the block, as long as the connection lasts.
+        """Hold an advisory lock during the `with` block, as long as the connection lasts.
 
         Args:
             name: Name of the lock.
@@ -256,8 +258,8 @@ class PostgresBackend:
                     connection.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
                 connection.execute("UPDATE queue SET version = ?", (VERSION,))
         for name, of in INDEXES.items():
-            # CREATE INDEX waits for all changes, even if the index exists. So it is avoided if
-            # possible.
+            # CREATE INDEX waits for all transactions, even if the index exists. So it is run only
+            # for a missing index.
             ((found,),) = self.fetch_all("SELECT to_regclass(?)", name)
             if found is None:
                 with self.transaction() as connection:
@@ -292,7 +294,7 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Lock one of the connections during the block, and translate the database's errors."""
+        """Lock a connection during the `with` block, and translate the database's errors."""
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
             raise self._unavailable_error("other threads use the connection for too long")
         try:
@@ -337,7 +339,7 @@ class PostgresBackend:
         return connection
 
     def _back_off(self, reason: str) -> None:
-        """Let calls fail for `_RETRY_SECONDS` without new attempts to connect."""
+        """Make calls fail without a new attempt to connect, for the next `_RETRY_SECONDS`."""
         self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
@@ -370,7 +372,7 @@ class PostgresBackend:
 
 
 class Connection:
-    """Connection that translates the queue's statements and gives each a deadline."""
+    """Connection that translates SQL written for SQLite, and gives each statement a deadline."""
 
     def __init__(self, url: str, watchdog: _Watchdog) -> None:
         self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)

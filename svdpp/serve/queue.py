@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 
 # Limits on the incompatible jobs that one claim skips, and on those that a server remembers.
 _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
-# Expired claims that one call requeues. The limit keeps this server's own renewals on time.
+# Maximum number of expired claims that one call requeues. A higher number would delay this server's
+# own renewals.
 _MAX_REQUEUED = 100
 #: Text of the notification of a new job. Any other text is the id of a job to cancel.
 QUEUED = "queued"
@@ -88,7 +89,7 @@ class JobQueue:
     """Queue of jobs. Any thread may call any method. Each change is durable before it returns.
 
     Every method except `close` raises OutputError if the queue cannot be used. If the database does
-    not answer, the error is the subclass BackendUnavailableError, and it is unknown whether the
+    not answer, the error is a BackendUnavailableError, a subclass; it is then unknown whether the
     change was made.
 
     The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
@@ -131,7 +132,8 @@ class JobQueue:
         self.model_key: str | None = None
         """`Job.model_key` of the jobs that this server may claim. None: it may claim all jobs."""
         self.incompatible_reason: Callable[[Job], str | None] = lambda _: None
-        """Function that returns why the ranks cannot make a job; None: they can."""
+        """Function that returns why this server's ranks cannot make a job, or None if they can.
+        None in place of the function: they can make all jobs."""
         # Job ids and tokens of this server's open claims, except claims that it is ending now.
         self._claims: set[tuple[str, int]] = set()
         # Values of the column `sampling` with which this server's ranks cannot make a job.
@@ -168,7 +170,7 @@ class JobQueue:
     def unavailable_reason(self) -> str:
         """Reason why clips can be neither stored nor begun; empty if they can.
 
-        This is not about a store that does not answer; see `store.unavailable_reason`.
+        A store that does not answer is not considered here; see `store.unavailable_reason`.
         """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
@@ -198,7 +200,7 @@ class JobQueue:
         return len(self._unreadable)
 
     def _skip_unreadable(self, error: UnreadableJobError) -> None:
-        """Count a row that this svdpp cannot read, and report it the first time."""
+        """Count a row that only a newer svdpp can read; log it the first time."""
         id = error.details["id"]
         if id not in self._unreadable:
             if not self._unreadable:
@@ -215,7 +217,7 @@ class JobQueue:
 
     @property
     def _runnable(self) -> tuple[str, list[str]]:
-        """SQL condition for jobs that this server can make, and the condition's values.
+        """SQL condition for jobs that this server can make, and the values of its placeholders.
 
         Other jobs stay in the queue until a server claims them that can make them.
         """
@@ -230,7 +232,7 @@ class JobQueue:
 
     @property
     def _open(self) -> tuple[str, list[str]]:
-        """SQL condition for jobs in progress or waiting for this server, and its values."""
+        """SQL condition for jobs in progress or waiting for this server; values of placeholders."""
         runnable, values = self._runnable
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
@@ -248,16 +250,17 @@ class JobQueue:
 
         Args:
             job: New job.
-            max_open: Maximum number of open jobs in the queue. None: no limit.
+            max_open: Maximum number of jobs in the queue that are waiting or in progress. None: no
+                limit.
             max_open_of_owner: Maximum number of open jobs of the job's owner. None: no limit.
-            until: Time in seconds of `clock.uptime` after which the job is rejected, because other
-                servers may have removed the job's image.
+            until: Latest time, in seconds of `clock.uptime`, at which the job may be stored; later,
+                other servers may have removed the job's image.
 
         Raises:
             QueueFullError: A limit is reached.
             RequestError: The idempotency key was used for another request.
             UnreadableJobError: A newer svdpp has stored the job with the idempotency key.
-            OutputError: The time is later than `until`, or the queue cannot be used.
+            OutputError: The time `until` has passed, or the queue cannot be used.
         """
         find_existing = f"SELECT {sql.COLUMNS} FROM jobs WHERE owner = ? AND idempotency_key = ?"
         with self.backend.transaction(advisory_lock="add") as connection:
@@ -282,8 +285,8 @@ class JobQueue:
         is_open, values = self._open
         query = f"SELECT owner, count(*), count(batch_id) FROM jobs WHERE {is_open} GROUP BY owner"
         rows = connection.execute(query, values).fetchall()
-        # Lines of batches do not count here. They have their own limit, so that a large batch does
-        # not fill the queue for other requests.
+        # Lines of batches do not count towards this limit. They have a limit of their own, so that
+        # a large batch does not fill the queue for other requests.
         total = sum(number - of_batches for _, number, of_batches in rows)
         owner_open = {name: number for name, number, _ in rows}.get(owner, 0)
         if limit is not None and total >= limit:
@@ -366,7 +369,7 @@ class JobQueue:
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
-        """Set a claimed job to COMPLETED with the clip's JSON; return if the claim was valid."""
+        """Set a claimed job to COMPLETED, with its JSON; return whether the claim was valid."""
         return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
@@ -378,7 +381,7 @@ class JobQueue:
         return self._update(id, [JobState.QUEUED], state=JobState.CANCELLED)
 
     def request_cancel(self, id: str, *, removes: bool = False) -> bool:
-        """Mark a job in progress as to be cancelled. The mark survives a restart of the server.
+        """Record durably that a job in progress is to be cancelled.
 
         Args:
             id: Id of the job. The job's state does not change yet.
@@ -400,7 +403,7 @@ class JobQueue:
         return self._ids(f"remove_asked AND {sql.IS_FINAL} ORDER BY seq")
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Set a job that the ranks dropped to CANCELLED; return whether the claim was valid."""
+        """Set a job that ranks have dropped to CANCELLED; return whether the claim was valid."""
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
@@ -411,7 +414,7 @@ class JobQueue:
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
-        """Lock a finished clip during the block, unless another thread or server has locked it.
+        """Lock a finished clip during the `with` block, unless it is already locked elsewhere.
 
         A server locks a clip to verify it, or to remove it because of its age. If a server dies,
         its locks end.
@@ -491,20 +494,21 @@ class JobQueue:
             f"SELECT id, token FROM jobs WHERE state = 'in_progress' AND {sql.IS_EXPIRED} "
             f"ORDER BY started_at, turn, seq {most}"
         )
-        # `is_expired`, because the claim's server may have renewed the claim since the query.
+        # `requeue` checks again that the claim has expired, because its server may have renewed the
+        # claim since the query.
         ids = [id for id, token in ended if self.requeue(id, token, is_expired=True)]
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _finish(self, id: str, token: int, state: JobState, **values: Any) -> bool:
-        """Set a job of this server's claim to a final state; return whether the claim was valid."""
-        # Removed first, so that `renew` does not report the claim as lost.
+        """Set a claimed job to a final state; return whether this server's claim was valid."""
+        # The claim is forgotten first, so that `renew` does not report it as lost.
         self._claims.discard((id, token))
         return self._update(id, [JobState.IN_PROGRESS], token, state=state, **values)
 
     def _update(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
-        """Set columns of a job's row if the job has one of the states, and the token if given."""
+        """Set columns of a job's row, if the job has one of the states and the token (if given)."""
         columns = ", ".join(f"{name} = ?" for name in values)
         if (state := values.get("state")) is not None and JobState(state).is_final:
             columns += f", finished_at = {sql.END_TIME}"
@@ -533,14 +537,16 @@ class JobQueue:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(sql.RENEW, self.lease_seconds, *map(list, columns))
-        # Removed only after the query. If the query fails, the next call finds these claims again.
+        # The claims are forgotten only after the query. If the query fails, the next call finds
+        # these claims again.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
         """Requeue the jobs of all claims, and remove this server from the list of servers."""
-        # Read from the database, to include claims whose response was lost with a connection.
+        # The claims are read from the database, which also has those whose response was lost with a
+        # connection.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
@@ -562,7 +568,7 @@ class JobQueue:
         ]
 
     def notify(self, connection: DatabaseConnection, payload: str) -> None:
-        """Send a notification to all servers when the transaction succeeds."""
+        """Send a notification to all servers of the queue if the transaction succeeds."""
         if self.is_shared:
             connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
 
@@ -634,7 +640,7 @@ class JobQueue:
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(sql.ROUND_ROBIN.format(runnable), *values):
-            # `claim` counts unreadable jobs.
+            # Jobs that cannot be read are left out; `claim` counts and reports them.
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 waiting.append((id, sampling_of(text)))
         return waiting
@@ -703,7 +709,7 @@ class JobQueue:
         return f"{sql.MODEL_KEY} = ?", [self.model_key]
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
-        """Return the unix time of each ended job's end, by id, the earliest first.
+        """Return the ended jobs: unix time of the end, by job id, the earliest first.
 
         Args:
             before: Unix time; jobs that ended later are left out.
@@ -714,7 +720,7 @@ class JobQueue:
         )
 
     def clips(self) -> dict[str, int | None]:
-        """Return for each job, by id, the token of the claim that made the clip; None: no clip."""
+        """Return for each job id the token of the claim that made the clip; None without a clip."""
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.backend.fetch_all(f"SELECT id, {token} FROM jobs"))
 
@@ -729,7 +735,7 @@ class JobQueue:
 
 
 def _same_request(existing: Job, job: Job) -> Job:
-    """Return the existing job with an idempotency key, if a new job with it requests the same clip.
+    """Return an existing job with the same idempotency key, after a check that the clips are equal.
 
     Raises:
         RequestError: The new job requests another clip.

@@ -1,6 +1,6 @@
 """SQL of the queue: conditions and statements on the rows of jobs, owners and servers.
 
-Both databases run them. `clock()` is the unix time of the queue's clock.
+SQLite and PostgreSQL both run these statements. `clock()` is the unix time of the queue's clock.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
     DatabaseConnection = sqlite3.Connection | Connection
 
-#: Seconds of waiting that equal one step of priority. A waiting job goes before a job of higher
-#: priority that was requested this much later for each step of difference. So no job waits forever.
+#: Seconds of waiting that count as much as one step of priority. For example, a job goes before one
+#: with a priority higher by 2 that was requested more than twice this time later. So no job waits
+#: forever.
 AGEING_SECONDS = 600.0
 
 #: Number of a job's claims that may expire without a renewal. With the last of them the job fails.
@@ -50,9 +51,9 @@ MODEL_KEY = "coalesce(nullif(weights, ''), model)"
 
 # --- the transitions that depend on more than the state -------------------------------------------
 
-# This query finds the first job of each owner by an index, so that the time does not grow with the
-# queue. The state is compared again after PostgreSQL has locked the row, because the job may have
-# been cancelled meanwhile.
+# This query finds the first job of each owner by an index, so that its time does not grow with the
+# length of the queue. The state is compared again after PostgreSQL has locked the row, because the
+# job may have been cancelled meanwhile.
 NEXT_JOB = """
     WITH firsts AS MATERIALIZED (SELECT owner AS whose, (
         SELECT seq FROM jobs WHERE jobs.owner = owners.owner
@@ -86,7 +87,8 @@ UPDATE jobs SET
 WHERE id = ? AND state = 'in_progress' AND token = ? AND {{and_}}
 RETURNING state, turn, owner
 """
-# Each renewal is one statement, because every server renews its claims every few seconds.
+# All claims of a server are renewed by one statement, because every server does so every few
+# seconds.
 RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)

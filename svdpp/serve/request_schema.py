@@ -1,4 +1,4 @@
-"""Schema of requests for the server's model, and their conversion to sampling parameters.
+"""Schema of the requests that a server's model accepts; conversion to sampling parameters.
 
 The schema has only the fields of the server's model, so that the OpenAPI document shows which
 fields the server accepts.
@@ -81,7 +81,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the values of fields by name, after a check that no name is repeated.
+    """Return (name, value) pairs as a dict, after a check that no name is repeated.
 
     Raises:
         ApiError: A field is sent twice.
@@ -120,8 +120,8 @@ def _parse_upload(value: Any) -> Any:
 
 def _decode_text(text: str) -> bytes:
     if not text.isascii():
-        # A file that the form sends without `filename`, as `curl -F name=<FILE` does: bytes that
-        # are not UTF-8 are decoded as latin-1.
+        # The form sends a file without `filename`, as `curl -F name=<FILE` does. Such bytes were
+        # decoded as latin-1 if they are not UTF-8.
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
@@ -145,7 +145,8 @@ def _reject_bool(value: Any) -> Any:
     return value
 
 
-# In an annotation, this comes after the bounds. Pydantic would apply bounds after it to null too.
+# This validator must come after the bounds in an annotation. Pydantic would apply bounds that
+# follow it to null, too.
 _NUMBER = BeforeValidator(_reject_bool)
 
 
@@ -164,7 +165,7 @@ class VideoRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Remove empty fields, as browsers send them; join `width` and `height` to `size`."""
+        """Remove the empty fields that browsers send; combine `width` and `height` into `size`."""
         named = {name: value for name, value in fields.items() if value != ""}
         if named.keys() & {"width", "height"} and "size" not in named:
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
@@ -255,7 +256,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the field of LoRAs with some names; None: names that other servers know, too."""
+    """Return the pydantic field for LoRAs, given the allowed names; None: any name."""
     if names == ():
         return {}
     one = {
@@ -358,7 +359,7 @@ class Capabilities:
 
     @property
     def _lora_names(self) -> tuple[str, ...] | None:
-        """Names of LoRAs in requests; None: other servers may have more."""
+        """Names of LoRAs that requests may use; None: any, because other servers may have more."""
         return None if self.is_shared and self.loras.fits_model else tuple(self.loras.names)
 
     @cached_property

@@ -25,7 +25,8 @@ from svdpp.serve.sqlite import LOST_AND_FOUND
 from svdpp.serve.store import FILE_NAME, VIDEO_ID
 
 _LATENT = re.compile(r"latents/[^.]")
-#: Seconds between two searches for files that no job needs. A longer request is rejected.
+#: Seconds between two searches for files that no job needs. A request that takes longer to store
+#: its job is rejected.
 ORPHAN_SCAN_SECONDS = 3600.0
 # Seconds after which latent checkpoints are removed. A clip that takes longer may have to restart.
 _LATENTS_SECONDS = 7 * 86400.0
@@ -78,14 +79,16 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     if job is None or not job.state.is_final:
         return False
     store, folder = queue.store, queue.store.folder
-    # Claims that were lost may also have written a clip, so the files of all tokens are removed.
+    # Earlier claims of the job, which were lost, may also have written a clip, so the files of all
+    # claims are removed.
     tokens = range(min(job.fencing_token, 1), job.fencing_token + 1)
     clips = [replace(job, fencing_token=token).clip_path(folder) for token in tokens]
     metadata = [Path(f"{clip}.json") for clip in clips]
     with store.errors():
         for path in [*clips, *metadata, *job.upload_paths(folder)]:
             store.remove(path)
-    store.check()  # raises if the disk is not mounted, which also makes files look missing
+    # Files also look missing if the disk is not mounted; then `check` raises an error.
+    store.check()
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
     return is_removed
@@ -102,7 +105,7 @@ def _bytes_by_job(queue: JobQueue) -> Counter[str]:
 def remove_orphans(
     queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
 ) -> FileSnapshot:
-    """Remove files that no job needs, if the previous search found the same files too.
+    """Remove files that no job needs, if the previous search already found the same files.
 
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since
@@ -112,7 +115,7 @@ def remove_orphans(
 
     Args:
         queue: Queue with the rows and files of the jobs.
-        before: Unneeded files that the previous call returned.
+        before: Files without need that the previous call returned.
         in_use: Ids of jobs whose local copies stay, because this server works on them.
 
     Returns:
@@ -148,7 +151,7 @@ def remove_orphans(
 
 
 def _now_or_never(queue: JobQueue) -> float:
-    """Return the unix time of the queue's clock; minus infinity if this machine's clock differs."""
+    """Return the queue's unix time; if clocks differ, minus infinity, so that no file is old."""
     try:
         queue.check_clock()
     except ClockError as error:
@@ -165,7 +168,7 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a file. Latent checkpoints from after `oldest` count as needed."""
+    """Whether no job needs a file. Latent checkpoints newer than `oldest` count as needed."""
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
@@ -181,7 +184,7 @@ def _is_orphan(
 
 
 def move_orphans_aside(queue: JobQueue) -> list[Path]:
-    """Move images and clips without a job to the folder `lost+found`, and log it.
+    """Move images and clips that belong to no job to the folder `lost+found`, and log the moves.
 
     A server calls this at its start. A row is removed after its clip, so a clip without a row means
     that a part of the queue was lost: its file, a part of its log, or changes since a backup. An

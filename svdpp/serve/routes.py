@@ -45,7 +45,7 @@ _MAX_IDEMPOTENCY_KEY = 255
 run_in_own_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
-# The dependencies are coroutines, because FastAPI would run a plain function in a thread.
+# The dependencies of routes are coroutines, because FastAPI would run a plain function in a thread.
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -107,7 +107,8 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
         """
         _check_streams(service, owner)
         video = await _create_from_request(request, service, owner, key)
-        request.state.upload.close()  # the upload is complete and no longer counts
+        # the upload is complete, and no longer counts towards the limit of uploads
+        request.state.upload.close()
         await _wait_until_final(request, service, video.id, owner)
         return await run_in_own_thread(_finished_clip, service, video.id, owner)
 
@@ -194,7 +195,7 @@ async def _wait_until_final(request: Request, service: Service, id: str, owner: 
     """Wait until the video has ended, the client has disconnected, or the server is closing."""
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
-            with suppress(OutputError):  # an unavailable queue is queried again
+            with suppress(OutputError):  # if the queue is unavailable, it is queried again later
                 job = await run_in_own_thread(service.queue.get, id)
                 if job is None or job.state.is_final:
                     return
@@ -295,7 +296,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of an archive, which threads read. The archive counts as an open stream."""
+    """Yield the bytes of an archive, read in threads, and count it as an open stream."""
     with service.subscribers.subscribe(owner.name):
         try:
             while (part := await run_in_own_thread(next, parts, None)) is not None:
@@ -311,7 +312,7 @@ def get_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _accepted_response(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI description of a response with status 202."""
+    """Return the OpenAPI description of a response with status 202 (accepted, not finished)."""
     return {202: {"model": model, "description": "Ranks still work on the video."}}
 
 
@@ -417,9 +418,10 @@ class _Events(EventSourceResponse):
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """Return the id of a job that can be followed.
+    """Check that a client may follow a job, and return the job's id.
 
-    This is a dependency of the route, because errors must be raised before the stream begins.
+    FastAPI calls this function as a dependency of the route, so that errors are raised before the
+    stream begins.
     """
     job = service.job(id, owner)
     _check_streams(service, owner)
@@ -454,7 +456,7 @@ async def follow_video(
         status = JobState.CANCELLED
         is_last = False
         while not is_last:
-            # Read before the query of the job, so that the job's last state is sent.
+            # `is_closed` is read before the job, so that the job's last state is sent.
             is_last = service.subscribers.is_closed
             try:
                 job = await run_in_threadpool(service.queue.get, id)
@@ -480,9 +482,9 @@ def _deleted_event(id: str, status: JobState) -> ServerSentEvent:
 
 
 def _event(video: Video) -> ServerSentEvent:
-    """Return a `video` event.
+    """Return a server-sent event with the state of a video.
 
-    Its id is a hash of all fields except the ETA, which always changes.
+    The id of the event is a hash of all fields except the ETA, which always changes.
     """
     state = video.model_copy(update={"eta_seconds": None}).model_dump_json()
     id = hashlib.sha256(state.encode()).hexdigest()[:16]

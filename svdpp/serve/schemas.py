@@ -50,7 +50,7 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: HTTP status and error code for exceptions of other layers. The first matching type counts.
+#: HTTP status and error code for exceptions of other packages. The first matching type counts.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -62,7 +62,7 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (DecoderBusyError, 503, "decoder_busy"),
     (SvdppError, 500, "internal_error"),
 )
-#: Errors that are not logged, because clients that retry would fill the log.
+#: Errors that are not logged, because clients that retry would fill the log with them.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
 _RETRY_SECONDS = 10
 
@@ -177,7 +177,7 @@ def video_from_job(
 
     Args:
         job: Job of the queue.
-        step: Number of steps done.
+        step: Number of finished steps.
         eta_seconds: Seconds until the clip is completed; None: unknown, or the job is final.
         expires_at: Unix time at which the files of a final job are removed; None: never, or open.
         more: Further fields of an open job: `place`, `held` and `rank`.
@@ -491,7 +491,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def to_api_error(error: SvdppError) -> ApiError:
-    """Convert an exception of another layer to an error of the API."""
+    """Convert an exception of another package to an error of the API."""
     if isinstance(error, ApiError):
         return error
     status, code = next(
@@ -506,7 +506,7 @@ def to_api_error(error: SvdppError) -> ApiError:
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
         details = {**details, **_find_field(error)}
-        # A hint about options of the server does not help a client.
+        # A hint about options of the server does not help a client, so it is dropped.
         proposed = {_REQUEST_NAMES.get(name, name) for name in fields_in(error.hint)}
         hint = hint if proposed <= _REQUEST_FIELDS and "--" not in hint else ""
     retry = _RETRY_SECONDS if status == 503 else None

@@ -147,7 +147,8 @@ class Server:
         if service.settings.callback_hosts:
             self._threads.append(service.webhooks.thread)
         if service.queue.is_shared:
-            # Closed first, so that other servers soon continue this server's unfinished clips.
+            # The fleet's thread is closed first, so that other servers soon continue this server's
+            # unfinished clips.
             self._threads.insert(0, service.fleet.thread)
         if service.queue.store.is_remote:
             error_message = "latent checkpoints cannot be copied to the store"
@@ -204,8 +205,8 @@ class Server:
             was_ready = is_ready
         self._service.is_closing = True
         try:
-            # If the queue's file is gone, finished clips cannot be recorded, so waiting for them is
-            # useless.
+            # If the queue's file is gone, finished clips cannot be recorded, so there is no grace
+            # period.
             grace = self._grace if self._service.queue.backend.is_there else 0.0
             logger.info("ending: {:g} s for the clips in progress", grace)
             self._service.engine.close(grace)
@@ -254,7 +255,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Override uvicorn's handling of signals, because `Server` handles them."""
+        """Override uvicorn's handling of signals by nothing, because `Server` handles signals."""
         yield
 
 
@@ -273,7 +274,7 @@ _PAGE = Path(__file__).parent / "page"
 _bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
-"""Routes that need no API key. The files of the page need none either."""
+"""Routes that need no API key."""
 _NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the body of 200."}}
 
 
@@ -314,7 +315,7 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
     model["loras"] = [
         {"name": name, "sha256": sha256}
         for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
-        if not others  # else it stands for different files
+        if not others  # a name with other hashes stands for different files
     ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}

@@ -57,12 +57,13 @@ from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
 
-# Maximum seconds in a `Retry-After` header. A client that waits longer may miss free places.
+# Maximum seconds in a `Retry-After` header. A client that waited longer would miss free places in
+# the queue.
 _MAX_RETRY = 600
 _LOOK_SECONDS = 0.25
 # Seconds between two searches for deleted jobs that ended on another server or before a restart.
 _REMOVAL_SECONDS = 30.0
-# Maximum number of queries per second by all subscribers together, to limit the CPU's load.
+# Maximum number of queries per second by all subscribers together, to limit the load of the CPU.
 _LOOKS_PER_SECOND = 200
 
 
@@ -99,12 +100,12 @@ class ServerSettings:
 
 @dataclass
 class Subscribers:
-    """Clients that follow a job. Each client polls its own job, so that none delays another."""
+    """Clients that follow jobs. Each one polls its own job, so that none delays another."""
 
     by_owner: Counter[str] = field(default_factory=Counter)
     """Number of clients that follow a job, by the name of the API key."""
     is_closed: bool = False
-    """Whether the server ends. Clients then get the present state as the last one."""
+    """Whether the server is ending. Clients then get a last event with the present state."""
 
     @property
     def total(self) -> int:
@@ -117,7 +118,7 @@ class Subscribers:
 
     @contextlib.contextmanager
     def subscribe(self, owner: str) -> Iterator[None]:
-        """Count one more client of an API key during the block."""
+        """Count one more client of an API key while the `with` block runs."""
         self.by_owner[owner] += 1
         try:
             yield
@@ -209,8 +210,8 @@ class Service:
         """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
 
     def _on_changed(self, job: Job) -> None:
-        # Each server counts the clips that it ended. A clip that was cancelled while queued has no
-        # server.
+        # Each server counts only the clips that it has ended. A clip that was cancelled while it
+        # was queued has no server, and is counted, too.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.thread.wake()
@@ -254,7 +255,7 @@ class Service:
             raise self._queue_full_error({"open": num_open, "limit": self.settings.max_open})
 
     def not_ready_reason(self) -> str | None:
-        """Return why this server accepts no requests or makes no clips; None if it is ready."""
+        """Return why this server cannot accept requests or make clips now; None if it can."""
         if self.engine.state != "ready" or self.is_closing:
             return "the ranks are not ready"
         if reason := self.queue.unavailable_reason:
@@ -290,7 +291,7 @@ class Service:
                     self.queue.set_promise(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
-        # The queue failed after it had stored the job, so the response is the stored job.
+        # The queue fails now, but it has stored the job, so the client gets the stored job.
         except OutputError:
             return video_from_job(stored)
 
@@ -388,11 +389,11 @@ class Service:
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Add the field's name to errors of an uploaded file that the block raises."""
+        """Add the field's name to errors about an uploaded file that the `with` block raises."""
         try:
             yield
         except InputError as error:
-            # Raises if the disk is not mounted, which also makes the file look missing.
+            # The file also looks missing if the disk is not mounted; then `check` raises an error.
             self.queue.store.check()
             error.details["field"] = field_name
             raise
@@ -404,9 +405,9 @@ class Service:
         uploads: ExitStack,
         decoded: DecodedImages | None = None,
     ) -> dict[str, Any]:
-        """Store the files of a request, and return the job's fields about these files.
+        """Store the files of a request, and return the fields of the job that describe the files.
 
-        A callback in `uploads` removes the files again.
+        Closing `uploads` removes the files again.
         """
         values: dict[str, Any] = {"further_inputs": {}}
         named = []
@@ -581,7 +582,8 @@ class Service:
         if batch_id is not None:
             self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
-        if status is JobState.QUEUED:  # includes jobs that the ranks have, but have not begun
+        # jobs that the ranks have, but have not begun, count as queued
+        if status is JobState.QUEUED:
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
         jobs = self.queue.page(
@@ -611,7 +613,7 @@ class Service:
 
 
 def _video_frames(job: Job, field_name: str) -> int:
-    """Return how many frames of a video in a field the clip uses; 0: the field has an image."""
+    """Return how many frames of a field's video a clip uses; 0 if the field takes an image."""
     if field_name == LAST_IMAGE:
         return 0
     if field_name == IMAGE_FIELD:

@@ -1,7 +1,8 @@
 """SQLite backend of the queue, for a single server.
 
-The queue uses the same statements for both databases: `?` is a value, and `clock()` the time. The
-time is the database's, because the clocks of a fleet's servers may differ.
+The queue uses the same SQL for SQLite and PostgreSQL: `?` is a placeholder for a value, and
+`clock()` is the unix time. The time is the database's, because the clocks of a fleet's servers may
+differ.
 
 A full disk must not keep clients from removing clips, which frees space. A file therefore reserves
 some space, and is removed once the disk is full, so that changes of the queue still fit.
@@ -34,15 +35,15 @@ LOCK_FILE = "lock"
 #: File, or object of a store, with the id of the queue that the files belong to.
 QUEUE_ID_FILE = "queue.id"
 
-# Free bytes below which a disk is low; on a small disk, an eighth of its size.
+# Free bytes below which a disk counts as almost full; on a small disk, an eighth of its size.
 _LOW_BYTES = 256 * 2**20
 _LOW_PART = 8
 
 _NAME = "queue.sqlite3"
 # Seconds that a change waits for another program, such as a backup, that locks the file.
 _BUSY_SECONDS = 10.0
-# Seconds that a read waits for another program that locks the file: fewer than for a change,
-# because readiness checks wait for reads.
+# Seconds that a read waits for another program that locks the file. Reads wait less long than
+# changes, because readiness checks wait for reads.
 _READ_BUSY_SECONDS = 2.0
 _LOCK_ERRORS = {
     sqlite3.SQLITE_BUSY,
@@ -57,20 +58,20 @@ _LOCK_ERRORS = {
     sqlite3.SQLITE_IOERR_SHMLOCK,
 }
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
-# Bytes of the reserve: the size to which SQLite's log grows before it is written back.
+# Size of the reserve file in bytes: the size to which SQLite's log grows before it is written back.
 _RESERVE_BYTES = 4 * 2**20
 
 
 class BackendUnavailableError(OutputError):
-    """The queue or the store is gone or does not respond.
+    """Error for a queue or a store that is gone or does not respond.
 
-    Whether a change was made is unknown. Dispatcher, fleet and store log the error once; other
+    It is unknown whether a change was made. Dispatcher, fleet and store log the error once; other
     callers do not log it.
     """
 
 
 class StorageUnavailableError(BackendUnavailableError):
-    """The files cannot be reached: the folder is not mounted, or the store does not respond."""
+    """Error for unreachable files: the folder is not mounted, or the store does not respond."""
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
@@ -146,7 +147,8 @@ class SqliteBackend:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            # The log is written back, because changes in the file survive the loss of the log.
+            # The log is written back into the file, so that a later loss of the log loses fewer
+            # changes.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
@@ -166,10 +168,11 @@ class SqliteBackend:
         self,
         advisory_lock: str = "",  # noqa: ARG002
     ) -> Iterator[sqlite3.Connection]:
-        """Run a transaction: durable after the block, and undone if the block raises.
+        """Run the `with` block as a transaction, which is undone if the block raises an exception.
 
         Args:
-            advisory_lock: Name of a lock; not used, because transactions never overlap.
+            advisory_lock: Name of a lock, which is not used, because transactions in SQLite never
+                overlap.
 
         Raises:
             BackendUnavailableError: The file was removed or replaced.
@@ -214,16 +217,16 @@ class SqliteBackend:
         return self._clock.skew()
 
     def maintain(self) -> None:
-        """Write the log back into the file, so that a copy of the file alone lacks little."""
+        """Write the log back into the file, so that a copy of the file alone is almost complete."""
         with self._writing, self._errors():
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
-        """Yield True: no other server can hold the lock."""
+        """Yield True, because no other server uses the database and could hold the lock."""
         return contextlib.nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """Return an empty list at once: no other server can send notifications."""
+        """Return an empty list at once, because there is no other server to send notifications."""
         return []
 
     @property
@@ -262,7 +265,7 @@ class SqliteBackend:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            # If the file is gone, that is the cause of any error.
+            # If the file is gone, the error is reported as such, whatever SQLite says.
             if self._opened_as and not self.is_there:
                 raise self._unavailable() from error
             hint = "check that the disk has space and that this user may write to the file"
@@ -286,7 +289,7 @@ class SqliteBackend:
 
 @contextlib.contextmanager
 def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
-    """Hold a lock during the block; raise SQLITE_BUSY if other threads hold it for too long."""
+    """Hold a lock in the `with` block; raise SQLITE_BUSY if other threads keep it too long."""
     if not lock.acquire(timeout=seconds):
         error = sqlite3.OperationalError("others have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY

@@ -80,7 +80,7 @@ class FileStore:
             self._filesystem, self._root = _open(url)
 
     def put(self, path: Path) -> None:
-        """Copy a file of the folder, if it exists, to the store: completely or not at all.
+        """Copy a file from the folder to the store, if it exists: completely or not at all.
 
         Raises:
             StorageUnavailableError: The store does not answer, or the folder is not the queue's.
@@ -93,7 +93,7 @@ class FileStore:
             with self._errors():
                 self._filesystem.put_file(str(path), self._object_path(path))
         except FileNotFoundError as error:
-            if path.exists():  # else another thread has removed the file
+            if path.exists():  # if it does not exist, another thread has removed it
                 raise self._unavailable(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
@@ -106,7 +106,7 @@ class FileStore:
             self.check()
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # marks the file as used now, for `evict`
+            os.utime(path)  # sets the time of the last use, which `evict` reads
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
@@ -116,7 +116,7 @@ class FileStore:
                 output_files.fsync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
-            self._probe()  # raises if the whole bucket is missing, and not only the object
+            self._probe()  # raises an error if the whole bucket is missing, and not only the object
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -175,14 +175,14 @@ class FileStore:
         return {name[start:]: (info["size"], _object_time(info)) for name, info in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each shared file, by name like `clips/x.mp4`.
+        """Return size in bytes and unix time of each shared file, by a name such as `clips/x.mp4`.
 
         The shared files are the objects of the store, or without a store the files of the folder.
         """
         return self.objects() if self.is_remote else self.local_files()
 
     def local_files(self) -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each local file, by name like `clips/x.mp4`.
+        """Return size in bytes and unix time of each local file, by a name such as `clips/x.mp4`.
 
         Raises:
             OutputError: The folder cannot be read.
@@ -194,7 +194,7 @@ class FileStore:
             ):
                 is_there = folder.exists() and not folder.is_symlink()
                 for path in folder.iterdir() if is_there else ():
-                    # Another thread has removed the file.
+                    # Another thread may have removed the file.
                     with contextlib.suppress(FileNotFoundError):
                         info = path.lstat()
                         if stat.S_ISREG(info.st_mode):
@@ -207,7 +207,7 @@ class FileStore:
         return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
-        """Translate disk errors of the folder to OutputError within the block."""
+        """Translate disk errors in the `with` block to an OutputError about the folder."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
     def read_queue_id(self) -> str:
@@ -237,11 +237,11 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """Treat a store that does not have this queue's id as unavailable from now on."""
+        """From now on, count the store as unavailable if it does not have this queue's id."""
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """Treat the folder as unavailable while it lacks the file of the queue.
+        """From now on, count the folder as unavailable while it lacks the file of the queue.
 
         Args:
             is_there: Function that returns whether the folder has the file of the queue.
@@ -250,7 +250,7 @@ class FileStore:
 
     @property
     def is_mounted(self) -> bool:
-        """Whether the folder is the queue's, and not the empty mount point of its disk."""
+        """Whether the folder belongs to the queue, and is not the empty mount point of a disk."""
         if self.is_remote:
             return self.folder.exists()
         return self._has_queue_file() and self._queue_id in ("", self.read_queue_id())
@@ -279,7 +279,7 @@ class FileStore:
             )
 
     def probe(self) -> None:
-        """Check that the store answers: every 10 s, and at each call after a failure.
+        """Check that the store answers, at most every 10 s; after a failure at each call.
 
         Raises:
             StorageUnavailableError: The store does not answer, or lacks the id of the queue.
@@ -297,14 +297,14 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the store; while the store is unavailable, allow only probes."""
+        """Translate errors of the store in the `with` block; after one, allow only probes."""
         if not is_probe:
             self.check()
         try:
             yield
         except (FileNotFoundError, *_BUGS):
             raise
-        # All exceptions, because each backend of fsspec has its own types.
+        # All exceptions are caught, because each backend of fsspec has exception types of its own.
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                 text = f"cannot write to {str(self.folder)!r}: {output_files.error_reason(error)}"

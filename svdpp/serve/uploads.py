@@ -61,7 +61,8 @@ MAX_DECODERS = 2
 _MAX_WAIT_SECONDS = 30.0
 
 _MAX_NAME = 100
-# Niceness of decoders: a low priority, because two decoders can fill both cores of a small machine.
+# Niceness of decoder processes. Their priority is low, because two decoders can use both cores of a
+# small machine.
 _NICE = 10
 #: Maximum bytes of a decoder's output. So much fits in a pipe, so the decoder can write and end
 #: before the server reads.
@@ -102,7 +103,8 @@ class DecoderSlots:
     def __init__(self, num_slots: int) -> None:
         self._free = num_slots
         self._changed = threading.Condition()
-        # A list each, so that two requests of one owner are distinct objects.
+        # Each waiting request is a list with the owner's name, so that two requests of one owner
+        # are different objects.
         self._waiting: list[list[str]] = []
         self._running = Counter[str]()
         self._served: dict[str, int] = {}
@@ -224,7 +226,7 @@ class UploadStore:
         owner: str,
         decoded: DecodedImages,
     ) -> None:
-        """Decode an image and keep no file; add it to `decoded`. Arguments and errors: `save`."""
+        """Decode an image without storing it; add it to `decoded`. See `save` for the arguments."""
         upload = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with output_files.disk_errors(self._errors):
@@ -398,7 +400,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
-        # Checks the frames of an animation; any other image is repeated for all frames.
+        # An animation is checked as a video; any other image is repeated for all frames.
         if video_frames:
             photo = probe_video(path, video_frames, max_pixels)
         else:

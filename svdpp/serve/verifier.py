@@ -51,7 +51,7 @@ class Verifier:
     Args:
         queue: Queue with the jobs of the clips.
         is_idle: Function that returns whether the ranks are ready and have no work.
-        when_idle: Whether to verify clips without a request too, the newest first.
+        when_idle: Whether to verify also clips for which nobody has requested it, the newest first.
         on_verdict: Function that the verifier's thread calls with the result of each comparison.
     """
 
@@ -158,7 +158,7 @@ class Verifier:
         self._on_verdict(verdict)
 
     def _missing_files(self, job: Job) -> str:
-        """Return a text with the files that a verification needs and lacks; empty if none."""
+        """Return a text that names missing files of a verification; empty if none is missing."""
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         needed |= {"image": photo} if (photo := job.input_path(self._folder)) else {}
@@ -183,7 +183,7 @@ class Verifier:
 
     @contextlib.contextmanager
     def _start_process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
-        """Start the process that verifies a job's clip; end it and its children after the block."""
+        """Run the process that verifies a job's clip; end it after the `with` block."""
         clip, photo = job.clip_path(self._folder), job.input_path(self._folder)
         process = start_helper(
             "svdpp.serve.verifier",
@@ -257,7 +257,7 @@ def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
 
 
 def _check_gpu(config: PipelineConfig) -> None:
-    """Check that the GPU has enough free memory, so that the ranks do not run out of memory."""
+    """Check that the GPU has enough free memory for a verification beside the ranks."""
     if config.device == "cpu":
         return
     from svdpp.driver.resolve import estimate_ranks, resolve_config

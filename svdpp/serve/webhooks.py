@@ -58,8 +58,8 @@ class Webhooks:
         queue: Queue with the jobs whose webhooks are sent.
         hosts: Hosts to which webhooks may be sent, as in a URL: with the port, unless it is the
             default port of the scheme.
-        secrets: Secrets with each of which every webhook is signed. With an old and a new secret,
-            receivers can change from one to the other.
+        secrets: Secrets. Every webhook is signed with each of them, so that receivers can change
+            from an old secret to a new one.
         view: Function that returns the API's representation of a job.
     """
 
@@ -107,7 +107,7 @@ class Webhooks:
     # --- in the thread ----------------------------------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send the due webhooks, `MAX_CONCURRENT` at a time, until none is due or time is up."""
+        """Send the due webhooks, `MAX_CONCURRENT` at a time, until time is up or no one is due."""
         end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -155,7 +155,8 @@ class Webhooks:
         host = url.hostname or ""
         port = url.port or (443 if url.scheme == "https" else 80)
         address = await self._address(host, port, job.callback_attempts)
-        id = f"evt_{job.id.removeprefix('video_')}"  # the same id in each attempt
+        # every attempt to send the webhook has the same id
+        id = f"evt_{job.id.removeprefix('video_')}"
         body = _event_body(id, job, self._view(job))
         headers = {
             "host": url.netloc,
