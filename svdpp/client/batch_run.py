@@ -376,7 +376,8 @@ class BatchRun:
             except NotThereError:
                 if after is None:
                     return  # the batch was removed from the server
-                after = self._cursors[batch] = None  # the video at the cursor was removed
+                # Only the video at the cursor was removed, so reading starts again.
+                after = self._cursors[batch] = None
                 continue
             for each in page["data"]:
                 yield each

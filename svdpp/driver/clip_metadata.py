@@ -45,7 +45,7 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether each rank of a pair evaluates half of the batch of a denoiser call.
+    """Whether ranks form pairs in which each rank evaluates half of a denoiser call's batch.
 
     The clips are then not proven to be bitwise equal, because kernels may give other bits for half
     of a batch.
@@ -68,7 +68,7 @@ def clip_metadata(
 ) -> dict[str, Any]:
     """Return the fields of a clip's JSON that are known before the clip is made.
 
-    The rank that writes the clip adds hashes and times.
+    The rank that writes the clip adds hashes and times later.
 
     Args:
         inputs: Images, videos and prompts of the clip.
@@ -153,8 +153,8 @@ def _attention_backend(config: PipelineConfig) -> dict[str, Any]:
     return {} if name is None else {"attention_backend": name}
 
 
-#: Package whose kernels an attention backend runs, by the beginning of the backend's name. Other
-#: backends run torch's kernels.
+#: Packages whose kernels attention backends run, by the beginning of the backend's name. Backends
+#: that are not listed run torch's kernels.
 _ATTENTION_PACKAGES = {
     **{"_flash_3": "flash_attn_3", "_flash_varlen_3": "flash_attn_3", "flash": "flash_attn"},
     **{"sage": "sageattention", "_sage": "sageattention", "xformers": "xformers"},
@@ -225,8 +225,9 @@ class _ClipMetadata(BaseModel):
     dtype: Literal["fp32", "fp16", "bf16"]
     memory_opt: bool
     channels_last: bool = False
-    vae_tiling: bool = False  # only of a clip with tiles
-    attention_backend: str | None = None  # only of a clip made with this option
+    # The JSON has the next two fields only if the clip was made with these options.
+    vae_tiling: bool = False
+    attention_backend: str | None = None
     device: Literal["cpu", "cuda"]
     num_threads: int
     deterministic: bool = False
@@ -249,7 +250,8 @@ class _ClipMetadata(BaseModel):
         return name
 
 
-# A whole number of frames per second stays an int, because `parameters_sha256` covers its text.
+# A whole number of frames per second stays an int, because `parameters_sha256` is a hash of the
+# text, in which 8 and 8.0 differ.
 _Fps = Annotated[float, AfterValidator(as_whole)]
 # Metadata fields that only clips of SVD have, and fields that only clips with prompts have.
 _SVD_FIELDS = {"input": str, "input_sha256": _Sha256, "decode_chunk_size": int}
@@ -310,7 +312,7 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # If the family is missing or unknown, SVD's schema is used, whose error names the field.
+    # If the family is missing or unknown, SVD's schema is used: its error names the field `family`.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )
@@ -327,7 +329,7 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that are embedded in the clip's file: all fields but the file's hash."""
+    """Return the metadata that are embedded in the video: all fields but the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
@@ -340,7 +342,7 @@ def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:
-    """Return a value that changes when the weights on this machine change.
+    """Return a value that identifies the weights on this machine, and changes when they change.
 
     Returns:
         Commit hash for a hub model. For a folder, path, size and modification time of each weight

@@ -24,7 +24,8 @@ _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
 #: Names of files that each run writes, which a clip cannot have.
 _OWN_NAMES = ("run.json", "clips.jsonl")
 _OTHER_NAME = "`out` takes a folder for several clips"
-#: Beginning and end of a name. A number that makes the name unique is put between them.
+#: Beginning and end of a clip's name. A number that makes the name unique is inserted between the
+#: two.
 _Parts = tuple[str, str]
 
 
@@ -124,7 +125,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Set the recorded names of jobs in `names`, except names that do not match `wanted`."""
+    """Set in `names` the names that an earlier run gave to jobs, if they match `wanted`."""
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):
@@ -137,7 +138,7 @@ def _keep_recorded(
 
 
 def _valid(name: str) -> str:
-    """Return a valid file name: without control characters or slashes, cut to `_UNIQUE_BYTES`."""
+    """Make a valid file name: remove control characters and slashes, and cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 

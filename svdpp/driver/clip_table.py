@@ -44,7 +44,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
     try:
         for line in data.splitlines():
             row = json.loads(line)
-            # The row of an input with an error has no output.
+            # An input with an error has a row without an output, which is skipped.
             key, output = row["job"], row["output"]
             if {"index", "state"} <= row.keys() and isinstance(output, str):
                 names.setdefault(str(key), []).append(_without_suffix(output))
@@ -119,7 +119,7 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row of an input, or of a line of the jobs file, that has an error and no clip.
+        """Return the row of an input, or a line of the jobs file, that cannot become a clip.
 
         Args:
             error: Error as a JSON object.

@@ -72,9 +72,9 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """Progress of a clip: number of finished steps, number of all steps, and the current rank.
+    """Progress of a clip: number of finished steps, number of steps, and rank at work.
 
-    The rank is the one that works on the clip, and None until a rank has begun the clip.
+    The rank is None until a rank has begun the clip.
     """
 
     steps_done: int
@@ -204,13 +204,14 @@ class ClipTracker:
         self.num_added = 0
         """Number of added clips, which is the index of the next clip."""
         self.finisher: threading.Thread | None = None
-        """Thread that finishes clips. In this thread, a wait for a clip raises RuntimeError."""
+        """Thread that finishes clips. If this thread itself waits for a clip, RuntimeError is
+        raised."""
         self._open: dict[int, ClipHandle] = {}
         # Clips that `results` still has to yield: indices of unfinished clips, and handles of
         # finished clips.
         self._awaited: set[int] = set()
         self._finished: dict[int, ClipHandle] = {}
-        # Requests of cancelled clips that the ranks have not dropped yet.
+        # Requests of cancelled clips that the ranks have not dropped yet, by clip index.
         self._cancelled: dict[int, ClipRequest] = {}
         # Thread that lists and removes files, because a folder may not respond.
         self._files = FileThread("checkpoints")
@@ -290,7 +291,7 @@ class ClipTracker:
                 pass
 
     def cancel(self, handle: ClipHandle) -> bool:
-        """Cancel a clip; see `ClipHandle.cancel`."""
+        """Cancel a clip, and return whether it is or will be cancelled; see `ClipHandle.cancel`."""
         with self._changed:
             if handle.clip not in self._open:
                 return handle.cancelled()
@@ -321,7 +322,7 @@ class ClipTracker:
             handle.set_exception(reraisable(error))
 
     def take(self, handle: ClipHandle) -> None:
-        """Forget the result of a clip, because a caller has got the result from the handle."""
+        """Forget a clip's result, because its handle has returned it: `results` skips it."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 
@@ -349,7 +350,7 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Record that the ranks are done with a clip.
+        """Record how a clip has ended, once the ranks are done with it.
 
         The checkpoints of a finished or cancelled clip are removed. The checkpoints of a lost clip
         stay, so that a later run can resume the clip.
@@ -361,7 +362,7 @@ class ClipTracker:
         """
         handle = self._open.get(clip)
         request = self._cancelled.get(clip) if handle is None else handle.request
-        if request is None:  # the clip was lost before
+        if request is None:  # the clip was already lost
             return
         is_lost = isinstance(outcome, SvdppError)
         if request.output is not None or request.latents_key is not None:
@@ -370,10 +371,11 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        self._cancelled.pop(clip, None)  # removed last, because the clip can be cancelled until now
+        # the request is removed last, because the clip can be cancelled until now
+        self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Set the outcome of a clip's handle: its metadata, its error, or None for cancelled."""
+        """Set the outcome in a clip's handle: metadata, an error, or None for a cancelled clip."""
         with self._changed:
             if self._open.pop(handle.clip, None) is None:
                 return
@@ -397,7 +399,7 @@ class ClipTracker:
             self._files.submit(lambda: remove_checkpoints(folder, key))
 
     def clean_up(self) -> None:
-        """Remove partly written and late files of clips, after all ranks have ended.
+        """Remove incomplete clip files, and files that came too late, after all ranks have ended.
 
         If a folder does not respond in time, its files are not removed.
         """
@@ -414,5 +416,6 @@ class ClipTracker:
         if self._latents_folder is not None:
             folders.add(self._latents_folder)
         for folder in folders:
-            with contextlib.suppress(OSError, ValueError):  # an unreadable folder has no such files
+            # a folder that cannot be read is skipped
+            with contextlib.suppress(OSError, ValueError):
                 output_files.remove_abandoned(folder)

@@ -27,7 +27,7 @@ class FileThread:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Queue a call, and return a future that is done when the call has returned or raised."""
+        """Queue a call, and return a future with the call's result or exception."""
         future: Future[None] = Future()
         self._calls.put((call, future))
         with self._starting:

@@ -140,7 +140,7 @@ def generate(
 
 
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
-    """Return the model, in the precision of its device if none is given; device; checkpoint."""
+    """Return model (if no precision is given, in the device's usual one), device and checkpoint."""
     config = ModelConfig(name=model) if isinstance(model, str) else model
     require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")
     device = find_device(device, config.name)
@@ -168,8 +168,8 @@ def _make_clips(
     on_result: Callable[[ClipResult], object] | None,
     progress: bool,
 ) -> list[ClipResult]:
-    """Plan the clips, and make them below a progress bar if `progress` is set."""
-    # This imports torch, while the fork server does the same.
+    """Plan the clips, and make them; show a progress bar if `progress` is set."""
+    # This import of torch takes seconds. The fork server imports torch at the same time.
     from svdpp.driver.pipeline import Pipeline
 
     pipeline = Pipeline(config, checkpoint=checkpoint)
@@ -225,7 +225,7 @@ def _make(
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
-    """Remove the folder if the block raises an error that has no finished clips."""
+    """Remove the folder if the `with` block raises an error that has no finished clips."""
     try:
         yield
     except BaseException as error:

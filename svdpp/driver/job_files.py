@@ -20,7 +20,7 @@ _KINDS: Mapping[str, str] = {
     **{".jsonl": "jsonl", ".ndjson": "jsonl", ".csv": "csv", ".tsv": "csv"},
     **{".yaml": "yaml", ".yml": "yaml"},
 }
-#: Name that stands for standard input, which must contain JSON Lines.
+#: File name that means standard input, which must contain JSON Lines.
 STDIN = "-"
 _DELIMITERS = ",;\t"
 
@@ -62,7 +62,7 @@ class JobFile:
 
         Args:
             line: Number of the line.
-            message: Text that follows the name of the line, such as "is not JSON".
+            message: Text that follows the name of the line in the message, such as "is not JSON".
             hint: Advice for the user.
             field: Name of the wrong field; None: the error is about the whole line.
             details: Numbers in the message, by name.

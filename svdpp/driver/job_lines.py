@@ -140,7 +140,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Names of fields in the jobs file, by field name of configurations, for messages."""
+        """Names of fields in the jobs file, by their names in configurations; for messages."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -384,7 +384,7 @@ class LineReader:
 
     @contextmanager
     def _errors_of(self, name: str | None) -> Iterator[None]:
-        """Collect an error that the block raises.
+        """Add an error that the `with` block raises to the errors of the current line.
 
         Args:
             name: Name of the field that the error is about; None: the error itself names the field.

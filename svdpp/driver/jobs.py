@@ -220,7 +220,7 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
 
 
 def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
-    """Return a sort key for clips: first the model parts that they need, then their memory."""
+    """Return a sort key for clips: by the model parts that a clip needs, then by its memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps
@@ -255,7 +255,7 @@ def check_number_of_clips(count: int) -> None:
 
 
 def _check_own_files(policy: OutputPolicy) -> None:
-    """Check that existing files named `run.json` and `clips.jsonl` are those of a run."""
+    """Check that existing files named `run.json` and `clips.jsonl` were written by a run."""
     for path, what, read in (
         (policy.manifest, "a run's manifest", read_manifest),
         (policy.clip_table, "a run's table of clips", read_names),
@@ -353,7 +353,8 @@ def plan_clips(
             plan.skipped.append(finished)
             plan.skipped_jobs.append((index, job))
             if folder is not None and key in saved:
-                # An earlier run was killed before it removed the checkpoints of the finished clip.
+                # An earlier run may have been killed before it removed the checkpoints of this
+                # finished clip.
                 tensor_files.remove_checkpoints(folder, key)
             continue
         if folder is not None and policy.keeps_finished and key in saved:
@@ -388,7 +389,7 @@ def _is_large(job: RunJob) -> bool:
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Check whether an existing clip is kept.
+    """Check whether the run keeps a clip that an earlier run has finished.
 
     Returns:
         JSON of the clip that `policy` keeps; None if the clip must be made. The second value is
@@ -409,10 +410,11 @@ def _kept_clip(
 
 
 class _ChangedClipError(RequestError):
-    """Error for an existing clip that has other parameters."""
+    """Error for an existing clip with other parameters than the job of the same name."""
 
     is_of_line = False
-    """Whether a line of a jobs file can set all parameters in which the clips differ."""
+    """Whether a line of a jobs file can set all parameters in which existing and requested clip
+    differ."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:

@@ -252,7 +252,7 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # The pause before the next write is 50 times as long as preparing this one took.
+        # The pause before the next write is 50 times as long as the preparation of this write took.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))

@@ -90,7 +90,8 @@ def _in_process(task: _Task, arguments: tuple[Any, ...]) -> list[Any]:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
-            # Without `-P`, `-m` would add the working folder to the module search path.
+            # Without the option -P, Python's -m would add the working folder to the module search
+            # path.
             [sys.executable, "-P", "-m", __name__],
             input=pickle.dumps((task, arguments)),
             capture_output=True,

@@ -164,14 +164,15 @@ class Pipeline(PipelineRanks):
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
             except BaseException as error:
-                # ranks that got the clips would wait for ranks that did not
+                # Some ranks may have got the clips. They would wait forever for ranks that have
+                # not.
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Ask the ranks to prepare the image of a later clip while they work on other clips.
+        """Ask the ranks to prepare the image of a clip that is submitted later, beside other work.
 
         This call does not wait. Each rank that encodes sends an `ImageReady` event when the image
         is prepared.
@@ -217,7 +218,7 @@ class Pipeline(PipelineRanks):
     # --- entry and exit -------------------------------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check that this host's ranks fit into its free memory, as entering the block does.
+        """Check that this host's ranks fit into its free memory; entering the block checks it too.
 
         Raises:
             OutOfMemoryError: The ranks need more memory than the host has free.
@@ -251,7 +252,8 @@ class Pipeline(PipelineRanks):
             return
         try:
             self.close()
-        except BaseException as interruption:  # a signal has arrived, or an error has ended the run
+        # a signal has arrived in this thread, or an error has ended the run
+        except BaseException as interruption:
             self._leave_by(interruption)
             raise
 
@@ -264,7 +266,7 @@ class Pipeline(PipelineRanks):
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:
-        """End the ranks, as the end of the block does; do nothing if the pipeline is closed.
+        """End the ranks, as the end of the `with` block does; a second call does nothing.
 
         Args:
             drain: Whether to wait for all submitted clips first. Otherwise unfinished clips are

@@ -11,7 +11,7 @@ from svdpp.worker.messages import ClipDone, ClipFailed, Event, StepDone
 
 
 class ProgressBar(Progress):
-    """Bar of the steps of all clips: a context manager, and an observer of a pipeline's events.
+    """Progress bar of the steps of all clips; context manager and observer of a pipeline's events.
 
     Nothing is shown unless the console is a terminal.
 
@@ -47,9 +47,10 @@ class ProgressBar(Progress):
         self._show()
 
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Take an event of a rank."""
+        """Advance the bar if a rank reports a finished step or clip."""
         match event:
-            case StepDone():  # both ranks of a pair report each step
+            # Both ranks of a pair report each step, so the step is counted only once.
+            case StepDone():
                 left = self._num_steps[event.clip] - event.step - 1
                 self._steps_left[event.clip] = min(left, self._steps_left[event.clip])
             case ClipDone():

@@ -1,4 +1,4 @@
-"""`PipelineRanks`: start or rendezvous of a pipeline's ranks, shared settings, and end."""
+"""`PipelineRanks`: start, rendezvous and end of a pipeline's ranks; the settings they share."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
-# Fields of the configuration that are not compared between hosts, because they may differ or other
-# code compares them.
+# Fields of the configuration that `shared_settings` leaves out, because they may differ between
+# ranks, or because other code compares them.
 _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
 )
-# Seconds to wait until the pipeline's thread has ended, which takes one poll unless an observer
-# blocks the thread.
+# Seconds to wait for the end of the pipeline's thread. It ends within one poll, unless an observer
+# blocks it.
 _ABORT_SECONDS = 5.0
 
 
@@ -129,14 +129,15 @@ class PipelineRanks:
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()
         self._has_ended = threading.Event()
-        # reentrant, because a signal handler may also close the pipeline
+        # The lock is reentrant, because a signal handler in the same thread may also close the
+        # pipeline.
         self._cleanup_lock = threading.RLock()
         self._closed_error = ClosedError("the pipeline was closed before the clip was finished")
         # Lock that is held while clips get indices and are sent to the ranks, so that all ranks get
         # the clips in the same order. It is reentrant, because a signal handler may close the
         # pipeline meanwhile.
         self._submit_lock = threading.RLock()
-        # Flags: the block was entered; no more clips are accepted; everything is cleaned up.
+        # Flags: the `with` block was entered; no more clips are accepted; everything is cleaned up.
         self._is_entered = self._is_closing = self._is_closed = False
 
     def observe(self, observer: Observer) -> None:
@@ -184,7 +185,7 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End all ranks that a launcher started, without work. Call this instead of the block.
+        """End all ranks that a launcher started, if there is no work; called in place of the block.
 
         Raises:
             RankError: A rank does not connect in time.
@@ -247,7 +248,8 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            begun = time.monotonic()  # the rendezvous had its own deadline
+            # the time of the rendezvous does not count: it had its own deadline
+            begun = time.monotonic()
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
         )
@@ -286,17 +288,18 @@ class PipelineRanks:
         self._supervisor.abort(self._closed_error)
         if threading.current_thread() is self._thread or self._is_closed:
             return None
-        # False if the system refused to start the thread.
+        # The thread has no `ident` if the system refused to start it.
         is_running = self._thread.ident is not None
         if not (is_running and self._has_ended.wait(_ABORT_SECONDS)):
-            # an observer blocks the thread, so this call does not wait for it
+            # An observer blocks the pipeline's thread, so this call ends the run without waiting
+            # for the thread.
             self._end(self._closed_error)
         failure = self.run_error
         if self.world is not None and isinstance(error, Interrupted):
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                failure = None  # all ranks got the signal, and another rank reported it first
+                failure = None  # all ranks got the signal, and another rank has reported it first
         self._clean_up(failure or error)
         return failure
 
@@ -344,7 +347,9 @@ class PipelineRanks:
                     )
             for observer in self._observers:
                 observer(rank, event)
-        finally:  # called last, so that observers see a clip's event before the result is available
+        # the tracker is called last, so that observers see a clip's event before its result is
+        # available
+        finally:
             self._clips(rank, event)
 
 

@@ -47,7 +47,7 @@ def assumed_costs(*, decodes: bool, family: str) -> CostModel:
 
 
 def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
-    """Return a copy of costs with the launcher's number of ranks on each host.
+    """Return a copy of costs with the number of ranks that a launcher has started on each host.
 
     Args:
         costs: Costs, such as those of a costs file, which lack this number.
@@ -69,7 +69,7 @@ def describe_assumed_costs(costs: CostModel) -> str:
 
 
 def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> str:
-    """Return the device. For `auto`, this is a GPU if there is one, or the CPU for small models.
+    """Return the device; `auto` becomes `cuda` if there is a GPU, and `cpu` for small models.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -206,7 +206,8 @@ class PipelineRequest:
         self._check_time_scale()
         parallel, costs, reason = self._chosen()
         why = "; ".join(filter(None, (self._note, reason)))
-        # transfers and files are real, so only device work is scaled
+        # Only the work of devices is scaled, because the dummy model's transfers and files are
+        # real.
         if self.time_scale is not None:
             costs = costs.scaled(self.time_scale)
         config = PipelineConfig(
@@ -245,7 +246,8 @@ class PipelineRequest:
     def _threads(self) -> int:
         if self.num_threads is not None:
             return self.num_threads
-        if self.device.startswith("cuda"):  # so that bits do not depend on the number of ranks
+        # one thread, so that bits do not depend on the number of ranks
+        if self.device.startswith("cuda"):
             return 1
         num_local = self.world_size if self.launched is None else self.launched.local_size
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
@@ -287,12 +289,12 @@ class PipelineRequest:
 
     @property
     def uses_auto(self) -> bool:
-        """Whether a forecast chooses the layout, or a field of the layout."""
+        """Whether the layout, or a field of the layout, is `auto`: chosen by a forecast."""
         return "auto" in (self.layout, self.parallel.get("cfg_parallel_size"))
 
     @property
     def _pair_size(self) -> int:
-        """Number of ranks that share each step; 1 if `auto` decides whether ranks form pairs."""
+        """Number of ranks that share each step: 2 for pairs; 1 if `auto` decides about pairs."""
         size = self.parallel.get("cfg_parallel_size", 1)
         return 1 if size == "auto" else int(size)
 
@@ -351,7 +353,7 @@ class PipelineRequest:
 
     @cached_property
     def _note(self) -> str:
-        """Sentence on the choice of the number of ranks or the split; "" without a choice."""
+        """Sentence on why the number of ranks or the split was chosen; "" if neither was chosen."""
         if not self._uses_all_devices or self.uses_auto:
             return ""
         count, used, steps = self._devices, self.world_size, self.sampling.num_inference_steps
@@ -408,7 +410,7 @@ class PipelineRequest:
     @cached_property
     def pairs(self) -> bool:
         """Whether `auto` may choose pairs of ranks, because pairs do not change the bits."""
-        # models with two experts call the denoiser once per branch
+        # Models with two experts call the denoiser once for each branch, never with a batch of two.
         if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):
@@ -434,11 +436,11 @@ class PipelineRequest:
                 details={"rank": 0},
             )
         needs, limits = self._memory()
-        # A server with pairs cannot make clips without guidance, so only the user can choose pairs
-        # for a server.
+        # A server whose ranks form pairs cannot make clips without guidance, so only the user can
+        # choose pairs for a server.
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
-        # Fields without `chosen_by` are set only by the user, so all layouts have the user's
+        # Layout fields without `chosen_by` are set only by the user, so all layouts keep the user's
         # values.
         kept = {name for name, option in layout_options().items() if not option.chosen_by}
         return {

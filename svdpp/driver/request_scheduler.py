@@ -16,7 +16,7 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Number of clips per rank after which every route of a split has occurred.
+# Number of clips for each rank. Among so many clips, every route that a split can give occurs.
 _ROUTES = 4
 
 
@@ -36,7 +36,8 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # LoRA files by LoRA with weight 1, both as the request names it and with the path found.
+        # LoRA files by LoRA (its weight set to 1). Each file has two keys: the LoRA as the request
+        # names it, and with the path that was found.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self.router = Router(config, checkpoint)
         """Router of the clips. Each rank has an equal router, and so computes the same routes."""
@@ -103,7 +104,8 @@ class RequestScheduler:
         """
         request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
         try:
-            # with the split `alternating`, clips have different routes
+            # Several clips are checked, because with the split `alternating` clips have different
+            # routes.
             for clip in range(_ROUTES * self._config.world_size):
                 self.router.route(clip, request)
         except RequestError as error:

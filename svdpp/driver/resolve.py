@@ -1,4 +1,4 @@
-"""Resolution of a configuration with the model's defaults, and estimates of the ranks' memory."""
+"""Configurations with the model's defaults in place of None; estimates of the ranks' memory."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    # A later check rejects a different world size.
+    # If the sizes differ, a later check raises an error.
     if world is None or world.size != config.world_size:
         return set(config.layout.roles)
     # torchrun, and srun by default, number the ranks host by host.
@@ -120,7 +120,7 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """Return the number of ranks that decode each clip: the user's, or 2 for pairs if possible.
 
-    The decode of several ranks is in chunks of frames or in tiles.
+    Several ranks can decode a clip only if its decode consists of chunks of frames or of tiles.
     """
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks or bool(config.tiles)
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
@@ -253,10 +253,10 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """Return the bytes of a rank that neither the model nor torch's allocator accounts for."""
+    """Return the memory of a rank beside the model and torch's allocator, in bytes."""
     if device == "cpu":
         return _RANK_BYTES
-    # Ranks that share a GPU use gloo.
+    # Ranks that share a GPU (`cuda:N`) use gloo, and so have no buffers of NCCL.
     return _CUDA_PROCESS_BYTES + (_NCCL_BYTES if device == "cuda" else 0)
 
 

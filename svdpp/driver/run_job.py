@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
-#: Fields of `ClipRequest` that do not change the content of the clip: paths and progress.
+#: Fields of `ClipRequest` that do not change the content of the clip: paths and finished steps.
 _PLACES = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
 _ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
 

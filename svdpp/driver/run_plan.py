@@ -86,7 +86,7 @@ class JobResolver:
         return OutputConfig(path=str(path), format=self._format, crf=self._crf)
 
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
-        """Return the pipeline's configuration with other sampling parameters (None: unchanged)."""
+        """Return the pipeline's configuration with given sampling parameters; None: its own."""
         if sampling is None:
             return self.config
         return self._scheduler.router.config_with(sampling)

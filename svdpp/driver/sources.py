@@ -202,7 +202,7 @@ def place_of(index: int) -> str:
 
 
 def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters by field name, given field names or names in requests."""
+    """Return sampling parameters by field name; the keys may also be names in requests."""
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():

@@ -40,7 +40,8 @@ _POLL_SECONDS = 0.1
 # rank that caused the failure often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# Columns of the grid in error messages. With the rank's name and the remark, a line has 80 columns.
+# Width, in columns, of the grid of ranks and steps in error messages. With the rank's name and the
+# remark, a line has 80 columns.
 _GRID_WIDTH = 44
 # Python's exit code of a process whose fork server has ended.
 _LOST_CODE = 255
@@ -188,7 +189,7 @@ class Supervisor:
             Error that ended the run; None if ranks were ended only by signals.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
-        # reads at least once, even if this process was paused beyond the deadline
+        # The events are read at least once, even if this process was paused beyond the deadline.
         self._read_events(0.05)
         while time.monotonic() < deadline:
             self._read_events(0.05)
@@ -234,7 +235,7 @@ class Supervisor:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             error.details.setdefault("rank", rank)
-            return error  # errors of input, output, model or memory have a complete message
+            return error  # errors about input, output, model or memory need no further text
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
             return self._mismatch_error(rank, error, event)
@@ -367,7 +368,7 @@ class Stall:
     reason: str
     hint: str
     details: Mapping[str, object]
-    """Numbers that the reason mentions, by name, such as `silent_seconds`."""
+    """Numbers in the reason by name, such as `silent_seconds`."""
 
 
 class StallDetector:
@@ -394,7 +395,7 @@ class StallDetector:
         self.states = [RankState(now, now, now) for _ in range(config.world_size)]
 
     def record(self, rank: int, event: Event, now: float) -> None:
-        """Update a rank's state from one of its events.
+        """Update a rank's state with an event that the rank has sent.
 
         Args:
             rank: Rank that sent the event.
@@ -471,7 +472,7 @@ class StallDetector:
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK_HINT, numbers)
 
     def _discount_pause(self, now: float) -> None:
-        """Do not count a pause of this process in the times of the ranks.
+        """Shift the ranks' times by a pause of this process, which is no stall of a rank.
 
         Ctrl-Z stops this process and the ranks, and a suspended machine stops all processes.
         """

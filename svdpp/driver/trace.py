@@ -75,7 +75,7 @@ class MeasuredCosts:
             case ActionDone(action=action):
                 self._add(action.kind, (event.end - event.start) / action.fraction)
                 self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
-            # the sender's report of the same transfer is ignored
+            # Sender and receiver both report a transfer; only the receiver's report is used.
             case TransferDone(direction="recv"):
                 self._add("transfer", event.seconds)
             case _:
@@ -125,7 +125,8 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    steps.clear()  # the action of these steps failed, so it has no `ActionDone`
+                    # the steps belong to an action that has failed, which sends no `ActionDone`
+                    steps.clear()
                 steps.append(event)
             case ActionDone():
                 return self._action(rank, event)
@@ -140,13 +141,15 @@ class SpanBuilder:
         start, end = done.start - ahead, done.end - ahead
         spans: list[TimedSpan] = [Span(rank, action, start, end)]
         steps = [step for step in self._open_steps.pop(rank, []) if step.clip == action.clip]
-        # steps follow each other without gaps, up to the end of the action
+        # Steps follow each other without gaps up to the end of the action, so times are computed
+        # backwards.
         for step in reversed(steps):
             begun = max(start, end - step.seconds)
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
-            # The span may combine a wait for a send and a wait for a receive, with a tiny gap.
+            # One span may stand for two waits with a tiny gap between them: for a send and for a
+            # receive.
             spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
         return spans
 
@@ -273,14 +276,14 @@ class Trace:
         if clip > self._newest_clip:
             self._newest_clip = clip
             first = clip - self.last_clips + 1
-            # the lists are replaced, because another thread may read the old ones
+            # The lists are replaced and not changed, because another thread may be reading them.
             for name in _LISTS.values():
                 setattr(self, name, [span for span in getattr(self, name) if span.clip >= first])
         return clip > self._newest_clip - self.last_clips
 
     @property
     def received(self) -> list[TransferSpan]:
-        """Transfers as measured by the receivers, so that each transfer occurs only once."""
+        """Transfers as the receivers have measured them; each transfer occurs only once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:

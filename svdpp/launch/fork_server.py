@@ -60,7 +60,8 @@ def start_fork_server(preload: Sequence[str]) -> None:
     """
     end_fork_server(only_if_stopped=True)
     _end_server_at_exit()
-    # Must run before signals are blocked, because it unblocks signals.
+    # The resource tracker must be started before signals are blocked, because its start unblocks
+    # signals.
     resource_tracker.ensure_running()
     forkserver.set_forkserver_preload([__name__])
     task = json.dumps([os.getpid(), process_lifetime.temp_dir(), *preload])
@@ -70,7 +71,7 @@ def start_fork_server(preload: Sequence[str]) -> None:
 
 @functools.cache
 def _end_server_at_exit() -> None:
-    # Without this, a fork server that is stopped (SIGSTOP) would outlive this process.
+    # Without this handler, a fork server that is stopped (SIGSTOP) would outlive this process.
     atexit.register(end_fork_server)
 
 
@@ -110,20 +111,22 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
     sys.excepthook = _print_unless_reported
-    os.chdir("/")  # MKL aborts if the working folder is deleted; ranks set their own
-    gc.disable()  # collecting garbage takes a fifth of the import time
+    # MKL aborts if the working folder is deleted. Ranks set a working folder of their own.
+    os.chdir("/")
+    gc.disable()  # garbage collection would take a fifth of the import time
     for module_and_family in modules:
         name, _, family = module_and_family.partition(":")
         module = importlib.import_module(name)
         if family:
             module.preload(family)
-    gc.freeze()  # a later collection would write to all pages, and so copy them into every rank
+    # a later collection would write to all pages of memory, and so copy them into every rank
+    gc.freeze()
     gc.enable()
 
     def end() -> None:
         """End this server after the loop of multiprocessing has ended."""
         deadline = time.monotonic() + _WAIT_SECONDS
-        # the process that started this server may still be ending
+        # The process that started this server may not have ended completely yet.
         while time.monotonic() < deadline:
             end_if_starter_has_ended()
             time.sleep(0.01)
@@ -135,17 +138,17 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _print_unless_reported(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an uncaught exception, unless a fork was refused, which the parent reports itself."""
+    """Print an uncaught exception, except for a refused fork, which the parent reports itself."""
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder; try again for a second, because killed ranks may still write to it."""
+    """Remove a folder, with retries for a second, because killed ranks may still write to it."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
         pass
 
 
-if _TASK in os.environ:  # this process is the fork server
+if _TASK in os.environ:  # if the variable is set, this process is the fork server
     _preload(*json.loads(os.environ.pop(_TASK)))

@@ -110,7 +110,7 @@ def open_nvml() -> Iterator[Any]:
 def visible_order(
     uuids: Sequence[str], names: Sequence[str], environment: Mapping[str, str]
 ) -> list[int]:
-    """Return the NVML index of each GPU that is visible to CUDA, in CUDA's order.
+    """Return the NVML indices of the GPUs that CUDA can see, in CUDA's order.
 
     CUDA_VISIBLE_DEVICES lists indices or prefixes of UUIDs. CUDA ignores the first entry that
     matches no GPU, and all entries after it (CUDA programming guide). NVML numbers GPUs by PCI bus

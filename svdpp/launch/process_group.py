@@ -20,9 +20,10 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-_LEAVE_SECONDS = 20.0  # shorter than the parent's wait for the end of a rank
+# must be shorter than the time for which the parent waits for the end of a rank
+_LEAVE_SECONDS = 20.0
 
-#: Open stores of this process, by world, host and port.
+#: Open stores (`dist.Store`) of this process, by world, host and port.
 _stores: dict[tuple[World, str, int], dist.Store] = {}
 
 
@@ -96,8 +97,8 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """Return this host's address, and the store through which ranks find each other.
 
-    The launcher or rank 0 serves the store. The store stays open for later process groups of this
-    process. Only one thread at a time may use the store.
+    The launcher or rank 0 serves the store. The store stays open, because later process groups of
+    this process use it, too. Only one thread at a time may use the store.
 
     Args:
         world: World of this rank.
@@ -136,8 +137,10 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        master_listen_fd=listener.detach(),  # without this, the store would listen on all addresses
-        use_libuv=False,  # libuv's server does not accept an open listener (torch 2.13)
+        # Without an open listener, the store would listen on all addresses. libuv's server does not
+        # accept one (torch 2.13).
+        master_listen_fd=listener.detach(),
+        use_libuv=False,
     )
 
 
@@ -161,7 +164,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
     try:
-        # Headers of packets are CPU tensors even with NCCL, so the group has two backends.
+        # With NCCL the group has two backends, because headers of packets are CPU tensors.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,
@@ -213,7 +216,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        return  # a later check, by UUID, detects two ranks on one GPU
+        return  # this check is skipped; a later one detects two ranks on one GPU by its UUID
     if count < needed:
         plural = "s" if needed > 1 else ""
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"

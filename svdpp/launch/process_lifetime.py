@@ -32,16 +32,17 @@ _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-# Environment variables of launchers. With them, a child process would count as a launched rank.
+# Environment variables of launchers, which child processes must not inherit: they would count as
+# launched ranks.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
 # Lock that is held while a temporary folder is created. A process that ends acquires it before it
 # removes its folders, and never releases it.
 _making_folder = threading.Lock()
 
-# Lock for the choice of the temporary folder, for which Python writes a file into each candidate.
-# An ending process acquires it before it removes its folders, and never releases it. Reentrant,
-# because a signal handler may need the folder.
+# Lock that is held while the temporary folder is chosen, because Python writes a test file into
+# each candidate. A process that ends acquires the lock before it removes its folders, and never
+# releases it. The lock is reentrant, because a signal handler may need the folder.
 _choosing_folder = threading.RLock()
 # Largest length of the temporary folder's path. A socket's path has at most 107 bytes (unix(7)), of
 # which multiprocessing adds the given part.
@@ -63,9 +64,9 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
 
 @contextlib.contextmanager
 def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """During the block, set default environment variables, for imports and new processes.
+    """Set default environment variables during the `with` block, for imports and new processes.
 
-    The environment is restored afterwards, because a user's program may depend on it.
+    The environment is restored after the block, because a user's program may depend on it.
 
     Args:
         more: Further variables, which replace existing ones; None: no further variables.
@@ -85,7 +86,8 @@ def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None
 
 def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     values = {
-        # transformers and diffusers print messages while they are imported.
+        # Without these variables, transformers and diffusers print messages while they are
+        # imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
         # Importing torch creates Inductor's cache folder. Nothing is compiled, so any existing
@@ -106,7 +108,8 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        existing.discard(_NCCL_ERRORS)  # torchrun sets the variable to 1 if the user has not set it
+        # torchrun sets the variable to 1, so its presence does not mean that the user has set it
+        existing.discard(_NCCL_ERRORS)
     return {name: value for name, value in values.items() if name not in existing}
 
 
@@ -139,7 +142,7 @@ def start_helper(
     kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
-        # `-P`, because `-m` alone would add the working folder to the search path.
+        # Without the option -P, Python's -m would add the working folder to the module search path.
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -152,7 +155,7 @@ def start_helper(
 
 @contextlib.contextmanager
 def signals_blocked() -> Iterator[None]:
-    """During the block, block INT, TERM and HUP in this thread and in the processes it starts.
+    """Block INT, TERM and HUP in this thread, and in processes that the `with` block starts.
 
     In the started processes, the signals stay blocked until `exit_on_signals`, because Ctrl-C
     during an import would print a traceback.
@@ -178,7 +181,8 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
         handler: New signal handler, such as `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
-    for _ in range(2):  # the handler that raises `Interrupted` does so only once
+    # A handler that raises `Interrupted` does so only once, so the second attempt succeeds.
+    for _ in range(2):
         with contextlib.suppress(Interrupted):
             for number in _SIGNALS:
                 before.setdefault(number, signal.getsignal(number))
@@ -200,7 +204,7 @@ def ignore_signals() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Let the kernel send this process a signal when the thread that started the process ends.
+    """Ask the kernel to signal this process when the thread that started it ends.
 
     If the process survives the signal, it also gets the signal at the end of its next parent.
 
@@ -212,7 +216,7 @@ def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> 
     if parent is None:
         parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # the parent ended before the prctl call
+    if os.getppid() != parent:  # the parent has ended before the prctl call
         os.kill(os.getpid(), number)
 
 
@@ -232,7 +236,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill this process's children and grandchildren; call this directly before the process ends.
+    """Kill all descendants of this process; call this directly before the process ends.
 
     From this call on, this thread keeps the GIL, so that no other thread can report a killed ffmpeg
     as a lost clip. (Python switches threads every 5 ms, and `os.kill` does not release the GIL.)
@@ -304,9 +308,9 @@ def children_of(pids: Collection[int]) -> list[int]:
     """Return the process ids of the children that the processes `pids` have now, from /proc."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # OSError: the process has ended meanwhile
-            # State and parent follow the process name, which is in parentheses and can contain any
-            # character.
+        # An OSError means that the process has ended meanwhile. State and parent follow the process
+        # name, which is in parentheses and can contain any character.
+        with contextlib.suppress(OSError):
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent in pids:
                 children.append(int(stat.parent.name))
@@ -374,7 +378,7 @@ def make_folder(prefix: str) -> Path:
 
 @contextlib.contextmanager
 def temp_folder(prefix: str) -> Iterator[Path]:
-    """Create a temporary folder, and remove it at the end of the block.
+    """Create a temporary folder, and remove it at the end of the `with` block.
 
     Raises:
         OutputError: No folder for temporary files can be written.
@@ -390,15 +394,17 @@ def remove_temp_files() -> None:
     """Remove multiprocessing's temporary folder, with sockets and the folders of `make_folder`.
 
     Python removes the folder at a normal exit, but not at `os._exit`, and not if the process that
-    created it was killed. The caller ends this process next: other threads can create no more
-    temporary files.
+    created it was killed. Call this directly before the process ends: afterwards other threads can
+    create no temporary files.
     """
-    # Python writes a file to a folder to test it. A process that ended meanwhile would leave it.
+    # Python tests a folder by writing a file to it. If the process ended in the meantime, the file
+    # would remain.
     _choosing_folder.acquire(timeout=1)
     if "multiprocessing.util" in sys.modules:
         # `get_temp_dir` may have to create the folder, and may fail.
         with contextlib.suppress(OSError):
-            # the thread of a signal handler may hold the lock already
+            # A signal handler's thread may already hold the lock, and never releases it, hence the
+            # timeout.
             _making_folder.acquire(timeout=1)
             remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
 
@@ -412,8 +418,9 @@ def remove_temp_folder(folder: str) -> bool:
         Whether the folder has been removed completely.
     """
     gone = f"{folder}-gone"
-    with contextlib.suppress(OSError):  # the folder does not exist, or another process removes it
-        # The folder is renamed first, so that processes that still run cannot write into it.
+    # The folder is renamed first, so that processes that still run cannot write into it. An OSError
+    # means that it does not exist, or that another process removes it.
+    with contextlib.suppress(OSError):
         os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)
     return not (os.path.exists(folder) or os.path.exists(gone))

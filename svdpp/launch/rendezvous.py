@@ -97,7 +97,7 @@ class RendezvousConfig:
     start_timeout: float
     """Seconds within which all ranks must connect to rank 0."""
     peer_timeout: float
-    """Seconds without an acknowledgement after which a host counts as lost."""
+    """Seconds without a TCP acknowledgement after which a host counts as lost."""
 
     def hello(self, error: dict[str, Any] | None = None) -> RankHello:
         """Return the first message of this process's rank to rank 0.
@@ -116,7 +116,7 @@ class RankListener:
     Args:
         store: Store to which the endpoint of rank 0 is written.
         address: Address of this host, IPv4 or IPv6.
-        peer_timeout: Seconds without an acknowledgement after which a connection is closed.
+        peer_timeout: Seconds without a TCP acknowledgement after which a connection is closed.
         probes: Paths of files that must exist on all hosts.
 
     Raises:
@@ -153,7 +153,7 @@ class RankListener:
                 run = threading.Thread(target=self._greet, args=[accepted], daemon=True)
                 run.start()
             else:
-                accepted.close()  # the rank will try again
+                accepted.close()  # the rank that connected will try again
         with contextlib.suppress(queue.Empty):
             return self._greeted.get_nowait()
         return None
@@ -209,7 +209,8 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        except TypeError as error:  # the endpoint has other fields than in this version
+        # the endpoint of rank 0 has other fields than this version of svdpp writes
+        except TypeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
                 "use the same versions on every host",
@@ -287,7 +288,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read in the block, because any process can connect and stay silent."""
+    """Limit the time of each read in the `with` block, because a process may stay silent."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -374,7 +375,8 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
         lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
-    process = SimpleNamespace(pid=None, exitcode=None)  # takes the place of a process in the handle
+    # rank 0 runs in a thread; this object takes the place of its process in the handle
+    process = SimpleNamespace(pid=None, exitcode=None)
 
     def run() -> None:
         code = 1

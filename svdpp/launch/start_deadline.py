@@ -24,7 +24,8 @@ _POLL_SECONDS = 0.1
 #: Texts in the command lines of the fork server, and of processes that multiprocessing has spawned.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-_NO_THREAD = "can't start new thread"  # message of CPython's RuntimeError
+#: Message of CPython's RuntimeError when a thread cannot be started.
+_NO_THREAD = "can't start new thread"
 #: Messages of CPython, libgomp, OpenBLAS and the C++ library when a thread cannot be started.
 _REFUSALS = (
     _NO_THREAD,
@@ -86,7 +87,8 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         details = {}
-        if isinstance(error, EOFError):  # a fork server ends when its fork fails
+        # a fork server whose fork fails ends, which closes the pipe to it
+        if isinstance(error, EOFError):
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
             reason = getattr(error, "strerror", None) or str(error)
@@ -98,7 +100,8 @@ class StartDeadline:
         )
 
     def _watch(self) -> None:
-        left = self._seconds  # counted in polls, because a stopped process does not poll
+        # The time is counted in polls, because a process that is itself stopped does not poll.
+        left = self._seconds
         while left > 0:
             if self._has_ended.wait(_POLL_SECONDS):
                 return
@@ -131,7 +134,7 @@ def fork_server_end() -> str | None:
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)
     if pid is None:
         return None
-    try:  # with WNOWAIT, the process is still reaped by Python
+    try:  # with WNOWAIT, the exit code stays available to Python
         end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None
@@ -143,7 +146,7 @@ def fork_server_end() -> str | None:
 
 
 def _kill(pids: set[int]) -> None:
-    """Kill child processes and wait until they have ended; Python still reaps them."""
+    """Kill child processes, and wait for their end; their exit codes stay available to Python."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(pid, signal.SIGKILL)
@@ -176,7 +179,7 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the resource limit that `error` is about as `{"limit": ...}`; empty if unlimited."""
+    """Return the limit that an error is about, as `{"limit": ...}`; empty if there is no limit."""
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)
     return {} if soft == resource.RLIM_INFINITY else {"limit": soft}
@@ -197,7 +200,7 @@ def _children_with(words: bytes) -> set[int]:
     """Return the ids of this process's children whose command lines contain `words`."""
     found = set()
     for pid in process_lifetime.children_of([os.getpid()]):
-        with contextlib.suppress(OSError):  # OSError: the process has ended meanwhile
+        with contextlib.suppress(OSError):  # an OSError means that the process has ended meanwhile
             if words in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found

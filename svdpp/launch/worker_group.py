@@ -29,8 +29,8 @@ from svdpp.launch.world import World
 
 #: Hint for a user's program without the guard that multiprocessing needs.
 MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
-#: First bytes of control messages to ranks that a launcher started. After END, JSON follows. Other
-#: messages are commands, which are JSON objects and so begin with a brace.
+#: First bytes of the messages to launched ranks that begin and end a run. JSON with the reason
+#: follows END. All other messages are commands: JSON objects, which begin with a brace.
 BEGIN, END = b"!", b"."
 
 _GRACE_SECONDS = 2.0
@@ -105,7 +105,7 @@ class QueuedChannel(ControlChannel):
             return
         self._messages.put(None)
         self._sender.join(timeout)
-        if self._sender.is_alive():  # blocked, because the rank does not read
+        if self._sender.is_alive():  # the sender is blocked, because the rank does not read
             descriptor = os.dup(self.connection.fileno())
             with contextlib.suppress(OSError), socket.socket(fileno=descriptor) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
@@ -224,7 +224,8 @@ class WorkerGroup:
             if worker.process is None:
                 self._gone.append(rank)
         except OSError:
-            worker.channel.close()  # the host is unreachable, which missing heartbeats will reveal
+            # the host cannot be reached; the supervisor will notice the missing heartbeats
+            worker.channel.close()
         return messages
 
     def exited(self) -> dict[int, int | None]:
@@ -242,7 +243,7 @@ class WorkerGroup:
         return codes
 
     def fork_server_end(self) -> str | None:
-        """Return how the fork server has ended, as a clause; None if it runs or there is none."""
+        """Return how the fork server ended, such as `was killed by SIGKILL`; None if it has not."""
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
@@ -251,10 +252,11 @@ class WorkerGroup:
             return ""
         path = _output_file(self._folder, rank)
         parts = []
-        for each in (_earlier_output(path), path):  # at a rename, one file is briefly missing
+        # one of the files is missing for a moment while it is renamed
+        for each in (_earlier_output(path), path):
             with contextlib.suppress(FileNotFoundError):
                 parts.append(_tail(each))
-        if not parts:  # a rank creates the file after importing the user's script
+        if not parts:  # a rank creates the file only after it has imported the user's script
             return None
         return "".join(parts)[-_TAIL_CHARS:]
 
@@ -332,7 +334,8 @@ def redirect_output(path: Path) -> None:
             os.dup2(output.fileno(), 2)
 
     def bound() -> None:
-        with contextlib.suppress(OSError):  # the folder has been removed: the parent has ended
+        # a missing folder means that the parent has ended and removed it
+        with contextlib.suppress(OSError):
             while True:
                 time.sleep(_OUTPUT_CHECK_SECONDS)
                 if os.fstat(1).st_size > _MAX_OUTPUT_BYTES:
@@ -354,7 +357,7 @@ def _end_message(error: BaseException | None) -> bytes:
 
 
 def end_if_importing_script() -> None:
-    """End this process if it is a rank that imports the user's script; the parent reports this.
+    """End this process if it is a rank that imports the user's script; the parent then reports it.
 
     A script without the `__main__` guard would start ranks again in each rank, without end.
     """
@@ -416,7 +419,8 @@ def start_ranks(
         _start_processes(workers, start, method, preload, start_timeout)
     except BaseException:  # usually a signal interrupts the start
         group.kill()
-        if not _groups:  # a fork server knows the exit codes of other groups' ranks
+        # the fork server must go on if other groups of ranks use it: it knows their exit codes
+        if not _groups:
             end_fork_server()
         raise
     _groups.add(group)
@@ -437,12 +441,15 @@ def _start_processes(
     context: Any = torch_multiprocessing.get_context(method)
     with contextlib.ExitStack() as while_starting:
         deadline = while_starting.enter_context(StartDeadline(timeout))
-        if method == "spawn":  # Ctrl-C must not interrupt the imports of the ranks
-            # Must run before signals are blocked, because it unblocks signals.
+        if method == "spawn":
+            # Signals are blocked, because Ctrl-C must not interrupt the imports of the ranks. The
+            # resource tracker is started before, because its start unblocks signals.
             resource_tracker.ensure_running()
             while_starting.enter_context(process_lifetime.environment_defaults())
             while_starting.enter_context(process_lifetime.signals_blocked())
-        else:  # the first rank waits for the server's imports, which Ctrl-C must interrupt
+        else:
+            # Signals are not blocked, because Ctrl-C must interrupt the imports of the fork server,
+            # for which the first rank waits.
             start_fork_server(preload)
         for rank in range(start.world_size):
             deadline.rank = rank
@@ -492,7 +499,7 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # skips Python's clean-up, for which other ranks would wait
+        os._exit(code)  # skips Python's clean-up, because other ranks would wait for it
 
 
 def _bind_to_parent(start: _StartArguments) -> None:
@@ -501,7 +508,7 @@ def _bind_to_parent(start: _StartArguments) -> None:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
         process_lifetime.ignore_signals()
-    else:  # the signal ends the rank, and the parent reports the signal
+    else:  # the default action of a signal ends the rank, and the parent reports the signal
         process_lifetime.exit_on_signals(process_lifetime.exit_by_signal)
     _end_with_starter(multiprocessing.parent_process())
 

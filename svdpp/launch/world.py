@@ -48,7 +48,7 @@ class World:
 
     @property
     def on_first_host(self) -> bool:
-        """Whether the rank runs on the host of rank 0."""
+        """Whether the rank runs on the host on which rank 0 runs."""
         return self.host == 0
 
     @property

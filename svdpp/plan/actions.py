@@ -14,30 +14,37 @@ from svdpp.plan.split import StepRange
 
 
 class Kind(StrEnum):
-    """Kind of an action."""
+    """Kind of work that an action of a rank does."""
 
-    ENCODE = "ENCODE"  # encode the clip's image and prompt, and draw the initial latent
-    LOAD_CHECKPOINT = (
-        "LOAD_CHECKPOINT"  # read the latent checkpoint that an earlier run wrote after step `start`
-    )
-    RECV = (
-        "RECV"  # post the receive of the clip's packet; the clip's next action waits for the packet
-    )
-    DENOISE = "DENOISE"  # run steps `start` to `end` (exclusive) of the clip
-    SHARE = "SHARE"  # send the clip's packet to `peer`, and keep the clip for the next action
-    SEND = "SEND"  # send the clip's packet to `peer` in the background
-    FREE = "FREE"  # free the clip's memory; the first rank of the pair finishes the clip
-    DECODE = "DECODE"  # turn the final latent into frames, or into the frames or tiles of `part`
-    SEND_FRAMES = "SEND_FRAMES"  # send the decoded frames or tiles to `peer`, then free the clip
-    RECV_FRAMES = "RECV_FRAMES"  # wait for those that `peer` decodes; join all after the last ones
-    FINISH = "FINISH"  # hash the frames, write the clip in the background, report it as finished
+    ENCODE = "ENCODE"
+    """Encode the clip's image and prompt, and draw the initial latent."""
+    LOAD_CHECKPOINT = "LOAD_CHECKPOINT"
+    """Read the latent checkpoint that an earlier run wrote after step `start`."""
+    RECV = "RECV"
+    """Post the receive of the clip's packet; the clip's next action waits for the packet."""
+    DENOISE = "DENOISE"
+    """Run steps `start` to `end` (exclusive) of the clip."""
+    SHARE = "SHARE"
+    """Send the clip's packet to `peer`, and keep the clip for the next action."""
+    SEND = "SEND"
+    """Send the clip's packet to `peer` in the background."""
+    FREE = "FREE"
+    """Free the clip's memory on the second rank of a pair; the first rank finishes the clip."""
+    DECODE = "DECODE"
+    """Turn the final latent into frames, or into the frames or tiles of `part`."""
+    SEND_FRAMES = "SEND_FRAMES"
+    """Send the decoded frames or tiles to `peer`, then free the clip."""
+    RECV_FRAMES = "RECV_FRAMES"
+    """Wait for the frames or tiles that `peer` decodes; after the last peer's, join all parts."""
+    FINISH = "FINISH"
+    """Hash the frames, write the clip in the background, and report it as finished."""
 
 
 class DecodeRange(NamedTuple):
     """Part of a clip's decode: `first` to `end` (exclusive), of `total`.
 
-    The numbers count frames, or for a VAE with tiles the latent's positions in all tiles, of which
-    those where tiles overlap count more than once.
+    The numbers count frames. For a VAE that decodes in tiles, they count positions of the latent,
+    tile by tile; positions in which tiles overlap count once for each tile.
     """
 
     first: int
@@ -59,14 +66,14 @@ class Action(NamedTuple):
     start: int
     """Number of finished steps of the clip before the action."""
     end: int
-    """Number of finished steps of the clip after the action. Only for a DENOISE does it differ from
-    `start`."""
+    """Number of finished steps of the clip after the action. It differs from `start` only in a
+    DENOISE."""
     peer: int = -1
-    """Rank at the other end of a transfer; for a DENOISE, the second rank of a pair. -1: no other
+    """Rank at the other end of a transfer; in a DENOISE, the other rank of the pair. -1: no other
     rank takes part."""
     part: DecodeRange | None = None
-    """Part of the clip that the action decodes or transfers, or for whose decode it sends the
-    latent; None: all."""
+    """Part of the clip that the action decodes or whose frames it transfers; if the action sends
+    the latent, the part that the receiver decodes. None: the whole clip."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -115,7 +122,7 @@ class Action(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action keeps the rank's device busy."""
+        """Whether the action computes on the rank's device: ENCODE, DENOISE or DECODE."""
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
     @property
@@ -157,18 +164,18 @@ class Route:
 
     clip: int
     ranges: tuple[StepRange, ...]
-    """Range of steps of each rank that the clip visits, in order; together they are consecutive and
-    reach the last step. A rank with an empty range only encodes or only decodes. If the first range
-    starts after step 0, the clip resumes from a latent checkpoint."""
+    """Range of steps of each rank that works on the clip, in order; together they are consecutive
+    and reach the last step. A rank with an empty range only encodes or only decodes. If the first
+    range starts after step 0, the clip resumes from a latent checkpoint."""
     decodes: bool = True
     """Whether the clip is decoded to frames."""
     paired: bool = False
-    """Whether each rank r of the route forms a pair with rank r + 1, and both run the same steps.
-    The first rank of a pair encodes, decodes and finishes the clip; the second rank starts from the
-    first rank's packet."""
+    """Whether the ranks form pairs: each rank r in `ranges` and rank r + 1 run the same steps, each
+    for one branch of the guidance. The first rank of a pair encodes, decodes and finishes the clip;
+    the second rank starts from the first rank's packet."""
     shares: tuple[DecodeShare, ...] = ()
-    """Part that each of several ranks decodes, in order, beginning with the last rank of the route;
-    empty: the last rank decodes all."""
+    """Parts of the clip that several ranks decode, in order; the first part is for the route's last
+    rank. Empty: the last rank decodes the whole clip."""
 
     @property
     def start(self) -> int:
@@ -195,9 +202,9 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has the final latent, although another rank sends it on to be decoded.
+        """Whether a rank holds the final latent without receiving it for a shared decode.
 
-        This is the second rank of a pair that shares the guidance of the clip's last steps.
+        Such a rank is the second rank of the pair that runs the clip's last steps.
 
         Args:
             rank: Any rank of the layout.
@@ -212,7 +219,7 @@ class Route:
             rank: Any rank of the layout, possibly the second rank of a pair.
 
         Returns:
-            Number of stages after the rank's own stage; 0 if the route does not visit the rank.
+            Number of stages after the rank's own stage; 0 if the rank is not on the route.
         """
         for num_after, part in enumerate(reversed(self.ranges)):
             is_second = self.paired and rank == part.rank + 1
@@ -221,7 +228,7 @@ class Route:
         return 0
 
     def resumed(self, at: int) -> Route:
-        """Return the part of the route from the rank that runs step `at`.
+        """Return the rest of the route for a resumed clip, from the rank that runs step `at`.
 
         The last rank is always part of the result, because it finishes the clip.
 
@@ -242,9 +249,9 @@ class _Visit:
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     """Return the action list of each rank, in which each receive is posted one clip ahead.
 
-    So the transfer of the next clip overlaps with the work on the current clip. At most two packets
-    are in flight to a rank: one whose receive is posted, and one that the sender still holds.
-    Example of two clips with 4 steps on two ranks:
+    So the transfer of a clip overlaps with work on the clip before it. At most two packets are in
+    flight to a rank: one whose receive is posted, and one that the sender still holds. Example of
+    two clips with 4 steps on two ranks:
 
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
@@ -272,8 +279,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Visits in which a rank helps another rank to decode, each with the number of the rank's own
-    # visits that precede it.
+    # Work in which a rank decodes a part for another rank, with the number of clips that the rank
+    # denoises before this work. (A visit is the work of one rank on one clip.)
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -331,7 +338,7 @@ def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) for each rank that receives the final latent and decodes a part of it."""
+    """Yield (rank, its actions) for each rank that receives the final latent and decodes a part."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -340,7 +347,7 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) for the second rank of each pair that runs steps of the clip.
+    """Yield (rank, its actions) for the second rank of each pair that runs steps of the clip.
 
     Example of one clip with 4 steps on two pairs (`=1` is the peer of a DENOISE, rank 1):
 

@@ -20,13 +20,14 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Largest size of replicas to try. Longer replicas take long to forecast and are not faster.
+# Largest number of ranks in a replica for which layouts are tried. Larger replicas take long to
+# forecast and are not faster.
 _MAX_REPLICA_SIZE = 64
-# Ratio of two times up to which they count as equal. Of equally fast layouts, the simplest is
+# Ratio of two times up to which the times count as equal. Of equally fast layouts, the simplest is
 # chosen.
 _EQUAL = 1.001
-# Smallest throughput, as a fraction of the best, of the layouts among which the latency is
-# minimised.
+# Smallest throughput, as a fraction of the best one, of layouts that are considered when the
+# latency is minimised.
 _RATE_KEPT = 0.9
 
 
@@ -125,7 +126,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield layouts that fit in memory, with several stages and both experts on some rank."""
+        """Yield layouts of several stages that fit in memory, with both experts on some rank."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -202,7 +203,7 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Return the candidates whose time, by `key`, is at most `factor` times the shortest time."""
+    """Return the candidates whose time (result of `key`) is at most `factor` times the least."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 
@@ -228,7 +229,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
-    """Return the least number of decoders for which decoding is at most an equal share of the work.
+    """Return the least number of decoders with which decoding is not the bottleneck.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -254,17 +255,18 @@ def _has_known_transfers(layout: Layout) -> bool:
 
 
 class LayoutForecast(NamedTuple):
-    """Row of a comparison of layouts."""
+    """Forecast of one layout in a comparison of layouts."""
 
     name: str
     layout: Layout | None = None
-    """Layout of the row; None if the layout is impossible."""
+    """Layout that is compared; None if it is impossible."""
     forecast: Forecast | None = None
     """Forecast of the layout; None if the layout is impossible."""
     seconds_per_clip: float = 0.0
     """Mean seconds between finished clips in a long queue."""
     note: str = ""
-    """Reason why the layout is chosen, is impossible, or does not fit in memory; usually empty."""
+    """Remark on the layout: it is chosen, is impossible, or does not fit in memory. Usually
+    empty."""
 
 
 def compare_layouts(

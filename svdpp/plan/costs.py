@@ -15,7 +15,7 @@ SCHEMA_VERSION = 1
 #: One number for all ranks, or a tuple with one for each rank.
 PerRank = float | tuple[float, ...]
 
-# Largest values of costs, with which sums over any number of clips stay finite.
+# Largest allowed values of costs, so that sums over any number of clips stay finite.
 _MAX_SECONDS = 1e9
 _MAX_OTHER = 1e18
 _TEXTS = ("name", "source", "device")
@@ -40,8 +40,8 @@ class CostModel:
     transfer_seconds: float = 0.0
     """Seconds of a transfer of a clip's packet between two ranks on one host."""
     ranks_per_host: int | None = None
-    """Number of ranks on each host; each host has consecutive ranks. None: all ranks are on one
-    host."""
+    """Number of ranks on each host, where consecutive ranks share a host. None: all ranks are on
+    one host."""
     inter_host_transfer_seconds: float | None = None
     """Seconds of a transfer of a clip's packet to a rank on another host; None: unknown."""
     encode_weights_gib: float | None = None
@@ -75,7 +75,7 @@ class CostModel:
         """Return the index of a rank's host, from 0. Each host has consecutive ranks.
 
         Args:
-            rank: Number of the rank.
+            rank: Number of the rank, from 0.
         """
         return 0 if self.ranks_per_host is None else rank // self.ranks_per_host
 
@@ -103,14 +103,14 @@ class CostModel:
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether some cost is a tuple with a number for each rank."""
+        """Whether some cost is a tuple with a number for each rank: the devices differ in speed."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
         """Return the seconds of one denoising step on a rank or on a pair of ranks.
 
-        A pair takes half of the slower rank's seconds, plus the seconds of a packet's transfer,
-        which are an upper bound for the exchange of predictions.
+        A pair takes half of the slower rank's seconds, plus the seconds of a packet's transfer. The
+        exchange of predictions takes at most this time.
 
         Args:
             rank: Rank that runs the step, or the first rank of a pair.
@@ -166,7 +166,7 @@ class CostModel:
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a run of the dummy model, in which only device work is simulated.
+        """Return costs for a run of the dummy model, which imitates only the work of devices.
 
         The costs of transfers are 0, because such a run has real transfers.
 
@@ -268,8 +268,8 @@ def measured_costs(
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Cost model whose encode and decode, relative to a step, are used if they were not
-            measured.
+        assumed: Cost model whose ratios of encode and decode to step are used if encode or decode
+            was not measured.
         in_pairs: Whether the measured steps ran on pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
@@ -284,7 +284,7 @@ def measured_costs(
 
 
 class PartMemory(NamedTuple):
-    """Memory of one part of a model (encode, denoise or decode) on its device."""
+    """Memory on a device for one part of a model: encode, denoise or decode."""
 
     weight_bytes: int
     activation_bytes: int

@@ -16,15 +16,15 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
 #: Largest number of visits that a forecast computes, which takes about two seconds. A visit is the
-#: work of one rank on one clip. Further clips are assumed to finish at the same rate.
+#: work of one rank on one clip. Clips beyond this number are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
-# Number of clips for each rank after which clips finish at a constant rate.
+# Number of clips for each rank in a long queue: enough for clips to finish at a constant rate.
 _QUEUED_PER_RANK = 16
 # Maximum number of clips for each layout in a comparison of layouts.
 _LARGE_SAMPLE = 65_536
 
-#: Ranks that a clip visits in order, each with the seconds of the rank's work on the clip.
+#: Ranks that work on a clip, in order, each with the seconds of its work.
 StageTimes = tuple[tuple[int, float], ...]
 
 
@@ -80,7 +80,7 @@ class Forecast:
         return replace(self, clips=num_clips, makespan=makespan, bubble=bubble)
 
     def to_json(self) -> dict[str, float]:
-        """Return the makespan, the two main times of clips in seconds, and the bubble, by name."""
+        """Return makespan, seconds of the first clip, seconds per clip, and bubble, by name."""
         return {
             "makespan_seconds": self.makespan,
             "first_clip_seconds": self.first_clip,
@@ -133,7 +133,7 @@ class _Simulation:
         return self.spans
 
     def _perform(self, rank: int) -> Iterator[_TransferId]:
-        """Simulate a rank's actions, and yield the id of each transfer that the rank waits for."""
+        """Simulate a rank's actions; yield the id of each transfer for which the rank waits."""
         clock = 0.0
         # Transfer id by clip and, for RECV_FRAMES, by sender.
         arrivals: dict[tuple[int, int], _TransferId] = {}
@@ -175,7 +175,7 @@ class _Simulation:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
-        """Register that the sender or the receiver begins the next transfer on a link.
+        """Note that the sender or the receiver begins the next transfer on a link; return its id.
 
         Args:
             end: "send" or "recv".
@@ -193,7 +193,7 @@ class _Simulation:
         return transfer
 
     def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
-        """Register that one of two ranks begins a transfer, or its half of a pair's DENOISE.
+        """Note when one of two ranks begins a transfer, or its half of a pair's DENOISE.
 
         The call for the second rank sets the time at which the transfer ends.
         """
@@ -203,7 +203,7 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        # fields to compare: clip and start, for a DENOISE also end
+        # Fields of the two actions that must be equal: clip and start, in a DENOISE also end.
         length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
             raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
@@ -250,7 +250,8 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # A span without duration is sorted after the span that ends at the same time.
+    # Spans are sorted by their ends; a span without duration comes after other spans with the same
+    # end.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
@@ -280,7 +281,7 @@ def sum_up(
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]
-    # The window covers about the last half of the clips, in whole groups, at least one group.
+    # The mean covers about the last half of the clips: a whole number of groups, at least one.
     half = (len(clips) - len(clips) // 2) // num_finishers * num_finishers
     window = min(len(clips), max(num_finishers, half))
     gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
@@ -317,7 +318,8 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
             a transfer between hosts.
     """
     count = min(num_clips, _most_clips(layout))
-    if count < min(num_clips, 2 * layout.num_stages):  # too few clips to keep all ranks busy
+    # with so few clips, the forecast would not keep all ranks busy
+    if count < min(num_clips, 2 * layout.num_stages):
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
@@ -333,13 +335,13 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 def _most_clips(layout: Layout) -> int:
     """Return the largest number of clips, in whole groups, with at most `MAX_VISITS` visits."""
     visits = MAX_VISITS
-    # these layouts are simulated, which is slower
+    # Layouts in which ranks share a decode are simulated action by action, which is slower.
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         visits //= 20
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # One replica is computed, or two replicas if some have one clip more than others.
+        # Only one replica is computed, or two if some replicas get one clip more than others.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group
@@ -435,7 +437,7 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Return the seconds until the last rank has gathered the decoded frames of all ranks."""
+    """Return the seconds until the last rank has the frames that all ranks have decoded."""
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
     for (rank, _), seconds in zip(route.shares[1:], others, strict=True):
@@ -466,18 +468,18 @@ def clip_times(
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
-    A visit (the work of one rank on one clip) waits only for earlier clips, or for the same clip at
-    the previous rank. So clips can be computed one after the other. The receiver of a transfer
-    posts the receive at the start of its previous visit. The transfer starts after that, and after
-    the previous transfer on the same link, for which the sender also waits.
+    A rank's work on a clip waits only for earlier clips, and for the same clip at the previous
+    rank. So clips can be computed one after the other. The receiver of a transfer posts the receive
+    when it begins its work on the clip before. The transfer starts after that, and after the
+    previous transfer on the same link, for which the sender also waits.
 
     Args:
         clips: Stage times of each clip, in order.
         transfer: Seconds of a transfer, by sender and receiver.
     """
-    # time when a rank is free for its next visit
+    # time at which each rank has finished its work on the clips so far
     free: defaultdict[int, float] = defaultdict(float)
-    # time when a rank was free for its last visit
+    # time at which each rank had finished its work on all but its latest clip
     before: defaultdict[int, float] = defaultdict(float)
     over: dict[tuple[int, int], float] = {}  # end of the last transfer on a link
     for clip in clips:
@@ -543,7 +545,7 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
         if span.action.kind is Kind.DENOISE and span.end > span.start
     )
     step = min(steps, default=0.0)
-    # Steps that are much shorter than a decode do not determine the number of columns.
+    # If steps are extremely short, they do not determine the number of columns.
     whole = round(total / step) if step * 1e6 > total else width
     return max(1, whole // max(1, math.ceil(whole / width)))
 

@@ -1,4 +1,4 @@
-"""`Layout`: replicas and stages of ranks, and the cuts and the route of each clip."""
+"""`Layout`: which ranks form replicas and stages, and which rank runs which steps of a clip."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank runs of the clips that visit it."""
+    """Steps that one rank runs, over all clips on which the rank works."""
 
     rank: int
     start: int
@@ -49,8 +49,9 @@ class Layout(ParallelConfig):
     have one rank, the layout is data parallel. Every rank gets its clips in increasing order, so
     that action lists made from the routes of a layout cannot deadlock.
 
-    If the model has two experts, all clips are cut where the expert changes, and each stage of a
-    replica holds one expert, unless the replica has only one rank or `share_experts` is set.
+    If the model has two experts, the steps of all clips are divided where the expert changes, and
+    each stage of a replica holds one expert, unless the replica has only one rank or
+    `share_experts` is set.
 
     Layouts of eight ranks for clips of 28 steps. Each row shows a replica's ranks and their steps:
 
@@ -76,8 +77,8 @@ class Layout(ParallelConfig):
     """Number of steps that the high-noise expert runs, from 1 to `num_steps` - 1. None: the model
     has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Size of each chunk of a decode that depends on no other: its frames, or for a tile its
-    positions of the latent; empty: one chunk for each rank."""
+    """Sizes of the chunks of a decode that are independent of each other: the number of frames in
+    each chunk, or of latent positions in each tile. Empty: one chunk for each rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -200,7 +201,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order of visits; for a pair only the first rank."""
+        """Ranks of each replica, in the order of their work on a clip; only the first of a pair."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -222,14 +223,14 @@ class Layout(ParallelConfig):
 
     @property
     def replicas_are_alike(self) -> bool:
-        """Whether all replicas need the same time for a clip, including transfers between hosts."""
+        """Whether all replicas need the same time for a clip, also for transfers between hosts."""
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1
 
     @property
     def separates_experts(self) -> bool:
-        """Whether clips are cut where the expert changes, so that no rank holds both experts."""
+        """Whether no rank holds both experts, so that clips change rank with the expert."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
@@ -253,13 +254,13 @@ class Layout(ParallelConfig):
 
         Args:
             clip: Index of the clip.
-            all_stages: Whether the route also visits stages that run no steps of this clip.
+            all_stages: Whether the route includes stages that run no steps of this clip.
         """
         replica, index = clip % self.data_parallel_size, clip // self.data_parallel_size
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
-        """Return the cuts of a clip: 0, followed by the number of finished steps after each stage.
+        """Return how the steps of a clip are divided: 0, then the finished steps after each stage.
 
         Args:
             clip: Index of the clip.
@@ -309,7 +310,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """Steps that each rank runs of the clips that visit it, in the order of the ranks."""
+        """Steps that each rank runs, over all clips on which it works; one entry for each rank."""
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}
@@ -325,7 +326,7 @@ class Layout(ParallelConfig):
         return tuple(sorted(shares))
 
     def stages(self, replica: int) -> list[Stage]:
-        """Return the stages of a replica, in the order in which clips visit them.
+        """Return the stages of a replica, in the order in which clips pass through them.
 
         Args:
             replica: Index of the replica.
@@ -373,10 +374,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Shares of a clip's decode for each rank, by the rank that finishes the clip.
+        """Ranks that decode a clip together, with their parts, by the rank that finishes it.
 
-        The first share is for the rank that finishes the clip. The second rank of its pair is next,
-        and then come the earlier ranks of the replica.
+        The first part is for the rank that finishes the clip, the next part for the second rank of
+        its pair, and the other parts for the earlier ranks of the replica.
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
@@ -394,7 +395,7 @@ class Layout(ParallelConfig):
     ) -> Route:
         """Return a route that skips stages without steps, except the first and the last stage.
 
-        With `all_stages`, the route visits all stages.
+        With `all_stages`, no stage is skipped.
         """
         ranks, body = self.replica_ranks[replica], self.replica_size - self.num_decoders
         ranges = [
@@ -411,7 +412,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Cuts of each replica's clips; a single element if all ranks have the same costs."""
+        """Division of the steps of each replica's clips; one element if all ranks cost the same."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
@@ -443,7 +444,8 @@ def assign_replicas(
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
-    # First come the ranks that form replicas within their host, then the remaining ranks.
+    # Ranks that form replicas within their host come first, the remaining ranks of all hosts after
+    # them.
     ranks = sorted(range(world_size), key=lambda rank: rank % on_host >= whole)
     firsts = range(0, world_size, replica_size)
     return tuple(sorted(tuple(ranks[first : first + replica_size]) for first in firsts))
@@ -462,8 +464,8 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
 def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
     """Divide the chunks of a decode, in order, into parts as equal as possible.
 
-    Each cut is the one nearest to an equal division, and the earlier of two that are equally near:
-    the first rank also writes the clip.
+    Each boundary between parts is the one nearest to an equal division. Of two that are equally
+    near, the earlier is taken, because the first rank also writes the clip.
 
     Args:
         chunks: Size of each chunk.

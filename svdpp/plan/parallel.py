@@ -38,8 +38,8 @@ class LayoutOption:
     shown_default: str = ""
     """Description of the default for the help text; empty for a flag."""
     chosen_by: tuple[Literal["auto", "data-parallel", "compare"], ...] = ()
-    """Settings that choose the value of the field themselves, so that a user cannot set it: a value
-    of `--layout`, or `compare` for `plan --compare`."""
+    """Names of settings that choose the value of this field, so that a user cannot set it as well:
+    values of `--layout`, or `compare` for `plan --compare`."""
 
     in_json: bool = True
     """Whether the JSON of clips and plans always has the field. False: only plans for models with
@@ -55,7 +55,7 @@ _ALL_CHOOSE: Any = ("auto", "data-parallel", "compare")
 
 
 def _option(**about: Any) -> dict[str, LayoutOption]:
-    """Return the dataclass metadata of a field with a `LayoutOption` from these arguments."""
+    """Return dataclass metadata for a field, with a `LayoutOption` that has these arguments."""
     return {"option": LayoutOption(**about)}
 
 
@@ -80,7 +80,7 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Rule that cuts the steps of each clip into ranges, one for each stage."""
+    """Rule that divides the steps of each clip into ranges, one for each stage."""
     data_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -133,8 +133,9 @@ class ParallelConfig:
         ),
     )
     """Number of ranks that decode each clip together, or as many as the clip has chunks of frames
-    or tiles. None: both ranks of a pair if a clip has several, else one; decided when the
-    configuration is resolved."""
+    or tiles. None: 2 if the ranks form pairs and a clip has several chunks or tiles, else 1; this
+    is decided when the configuration is resolved.
+    """
     share_experts: bool = field(
         default=False,
         metadata=_option(

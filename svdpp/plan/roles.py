@@ -21,7 +21,7 @@ class Roles:
             object.__setattr__(self, "experts", frozenset({0}))
 
     def by_part(self) -> list[Roles]:
-        """Return a `Roles` for each part of the model that the rank uses; each expert is a part."""
+        """Return one `Roles` for each part of the model that the rank uses; an expert is a part."""
         experts = [Roles(denoise=True, experts=frozenset({each})) for each in sorted(self.experts)]
         return [Roles(encode=True)] * self.encode + experts + [Roles(decode=True)] * self.decode
 

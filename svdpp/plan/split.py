@@ -26,12 +26,12 @@ MAX_RANKS = 65_536
 #: low-noise expert runs the steps after it.
 EXPERTS = ("high-noise", "low-noise")
 
-#: Cuts of one clip: 0, followed by the number of finished steps after each stage; the last element
-#: is the number of steps of the clip.
+#: Division of a clip's steps into ranges: 0, followed by the number of finished steps after each
+#: stage. The last element is the number of steps of the clip.
 Cuts = tuple[int, ...]
 
-# Positions and phases of cuts are integers in units of 2^-64 steps, so that all machines compute
-# the same cuts.
+# Fractional positions at which steps are divided are integers in units of 2^-64 steps, so that all
+# machines compute the same division.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio, whose multiples modulo 2^64 are the most evenly spread additive sequence.
@@ -71,7 +71,7 @@ class Stage:
     neither."""
 
     def seconds(self, num_steps: int) -> float:
-        """Return the seconds between clips that leave the stage, set by the stage's slowest rank.
+        """Return the seconds between clips that leave the stage; its slowest rank determines them.
 
         If k ranks take turns, each rank can take k times as long for a clip.
 
@@ -95,16 +95,16 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages that divide a number of steps: all of a replica, or those of one expert."""
+    """Stages among which steps are divided: all stages of a replica, or those with one expert."""
 
     num_steps: int
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between clips, set by the slowest stage that runs steps.
+        """Return the seconds between finished clips, which the slowest stage with steps determines.
 
         Args:
-            cuts: Cuts of the group's steps, counted from 0.
+            cuts: Division of the group's steps, counted from 0.
         """
         counts = (after - before for before, after in pairwise(cuts))
         pairs = zip(self.stages, counts, strict=True)
@@ -112,10 +112,10 @@ class StageGroup:
 
 
 def join_cuts(each: Iterable[Cuts]) -> Cuts:
-    """Join the cuts of successive groups to cuts of the whole clip.
+    """Combine the divisions of successive groups' steps into a division of the whole clip's steps.
 
     Args:
-        each: Cuts of each group, which begin with 0 in each group.
+        each: Division of each group's steps; each begins with 0.
     """
     whole = [0]
     for cuts in each:
@@ -198,7 +198,7 @@ def divisors(number: int) -> list[int]:
 
 
 def uniform_cuts(group: StageGroup) -> Cuts:
-    """Return cuts, the same for every clip, that give each stage the same number of steps.
+    """Divide the steps of every clip so that each stage gets the same number of steps.
 
     Args:
         group: Steps and stages; the number of stages must divide the number of steps.
@@ -208,7 +208,7 @@ def uniform_cuts(group: StageGroup) -> Cuts:
 
 
 def balanced_cuts(group: StageGroup) -> Cuts:
-    """Return cuts, the same for every clip, that make the slowest stage as fast as possible.
+    """Divide the steps of every clip so that the slowest stage is as fast as possible.
 
     Each step goes to the stage that would finish first with one more step. This greedy rule is
     optimal: the slowest stage got its last step because every other stage would have been at least
@@ -235,7 +235,7 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Cuts of a replica's clips: fractional positions, which are rounded differently in each clip.
+    """Division of the steps of a replica's clips, at fractions that are rounded anew for each clip.
 
     A position c becomes the cut floor(c + phase). The phases of successive clips are spread evenly
     over 0 to 1, so that the mean of the cuts is c, and the number of steps of a stage varies by at
@@ -243,10 +243,11 @@ class ClipCuts:
     """
 
     positions: tuple[Cuts, ...]
-    """Positions of the cuts, in units of 2^-64 steps, for each rank of the replica's last stage."""
+    """Fractional positions of the divisions, in units of 2^-64 steps, for each rank of the
+    replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
-        """Return the cuts of a clip. For clip 0, positions are rounded to the nearest step.
+        """Return how a clip's steps are divided. In clip 0, positions are rounded to nearest.
 
         Args:
             index: Index of the clip among the clips of the replica.
@@ -254,7 +255,7 @@ class ClipCuts:
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Return all pairs (turn, cuts) that a clip can have; `turn` is an index of `positions`."""
+        """Return each possible division of a clip as (turn, cuts); `turn` indexes `positions`."""
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
@@ -279,7 +280,7 @@ class ClipCuts:
 
 
 def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
-    """Return cuts that give all stages of each group equal work on average.
+    """Divide the steps of clips so that all stages of a group have equal work on average.
 
     The last stage of a group may have several ranks, which take the clips in turn. If these ranks
     differ in speed, the positions of the cuts depend on the rank that finishes the clip.
@@ -299,13 +300,13 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """
     by_group = [_positions_by_turn(group) for group in groups]
     turns = math.lcm(*map(len, by_group))
-    # Groups meet at whole steps, which rounding does not change.
+    # Groups of stages meet at whole steps, which rounding does not change.
     joined = (join_cuts(each[turn % len(each)] for each in by_group) for turn in range(turns))
     return ClipCuts(tuple(joined))
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return the positions of the cuts for each rank of the last stage; other stages have one rank.
+    """Return where steps are divided, for each rank of the last stage; other stages have one rank.
 
     The first or the last stage gets no steps if its steps would gain too little throughput. If a
     rank of the last stage is slower, the earlier stages run more steps of that rank's clips.
@@ -333,8 +334,8 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
 def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
     """Return the shortest period (seconds between clips) in which the stages can run all steps.
 
-    Steps count as divisible. A stage whose encode or decode alone takes longer than the period gets
-    no steps. The period is found by bisection.
+    The computation allows fractions of steps. A stage whose encode or decode alone takes longer
+    than the period gets no steps. The period is found by bisection.
 
     Args:
         group: Steps and stages.
@@ -358,7 +359,7 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Return the cumulative sums of shares as positions, rounded to 2^-32 steps.
+    """Return cumulative sums of shares as positions of divisions, rounded to 2^-32 steps.
 
     Rounding removes the errors of sums of floats.
     """
@@ -370,7 +371,7 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
 
 
 def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
-    """Return the cuts of one replica's clips.
+    """Divide the steps of one replica's clips among its stages.
 
     Args:
         split: Name of the rule: "uniform", "balanced" or "alternating".

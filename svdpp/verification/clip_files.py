@@ -233,8 +233,10 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
-_BLOCK = 32  # side of a block in pixels
-_SIMILAR_SOUND = 0.01  # largest power of the difference / power of the sound
+# Side of a block in pixels.
+_BLOCK = 32
+# Largest power of the difference between two sounds, as a fraction of the power of the sound.
+_SIMILAR_SOUND = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,8 +175,8 @@ def reset_peak() -> None:
         torch.cuda.empty_cache()
         for device in range(torch.cuda.device_count()):
             torch.cuda.reset_peak_memory_stats(device)
-    with contextlib.suppress(OSError):  # the kernel may not permit this; then the old peak stays
-        # "5" resets the peak VmHWM to VmRSS; see proc(5).
+    # "5" resets the peak VmHWM to VmRSS; see proc(5). Without permission, the old peak stays.
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
