@@ -21,7 +21,7 @@ def main() -> None:
     from svdpp.launch import process_lifetime
 
     process_lifetime.tune_gc()
-    # Before the import of libraries that read these variables.
+    # The variables must be set before libraries are imported that read them.
     process_lifetime.set_environment_defaults()
     from svdpp.cli.app import run_command_line
     from svdpp.cli.failures import exit_immediately

@@ -90,7 +90,7 @@ class VerificationError(SvdppError, RuntimeError):
 
 
 class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
-    """Error for too little memory. The message names the work, the hint options that need less.
+    """Error for too little memory. The message names the work, the hint options that save memory.
 
     `details` contains `requested_bytes`, `free_bytes`, `device` and `rank`, as far as known.
     """
@@ -295,7 +295,7 @@ def reraisable(error: BaseException) -> BaseException:
     """
     try:
         copied = copy.copy(error)
-    except Exception:  # the constructor of the class takes other arguments
+    except Exception:  # the constructor of a foreign class may take other arguments
         return error
     copied.__cause__ = error
     return copied
@@ -490,7 +490,7 @@ def without_controls(name: str) -> str:
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """Return the text by which a file in `folder` should record `path`: a relative path.
+    """Return the text that a file in `folder` should contain for `path`: a relative path.
 
     Relative paths reveal little about the machine. If `path` is below the user's home and `folder`
     is not, the text is `~/...`. The inverse is `located_path` with the same folder.

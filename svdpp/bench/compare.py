@@ -22,7 +22,7 @@ _COMPARED = {
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
 }
-#: Maximum distance from 1 of a ratio that always counts as equal, however small the noise.
+#: Ratios that differ from 1 by at most this value count as equal, however small the noise is.
 _NEGLIGIBLE = 0.01
 #: Fields of the section `pipeline` that affect the measurement of diffusers on one device.
 _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
@@ -41,17 +41,17 @@ class Ratio:
 
     name: str
     a: float
-    """Geometric mean over the rounds of A."""
+    """Geometric mean of the metric over the rounds of A."""
     b: float
-    """Geometric mean over the rounds of B."""
+    """Geometric mean of the metric over the rounds of B."""
     value: float
     """`b` divided by `a`."""
     low: float | None
-    """Lower end of the range; None if A or B has a single round."""
+    """Lower end of the range that noise explains; None if A or B has a single round."""
     high: float | None
-    """Upper end of the range; None if A or B has a single round."""
+    """Upper end of the range that noise explains; None if A or B has a single round."""
     is_baseline: bool = False
-    """Whether A and B are the same work with the same libraries on the same machine."""
+    """Whether A and B did the same work with the same libraries on the same machine."""
 
     @property
     def is_noise(self) -> bool | None:
@@ -78,7 +78,7 @@ def ratio(
         a: Values of the rounds of A, above 0.
         b: Values of the rounds of B, above 0.
         drift: Logarithm of the ratio of the machine's speeds during A and B; it widens the range.
-        is_baseline: Whether A and B are the same work with the same libraries on the same machine.
+        is_baseline: Whether A and B did the same work with the same libraries on the same machine.
     """
     mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)
     low = high = None
@@ -197,7 +197,7 @@ def _read(path: Path) -> Any:
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return hardware and versions of the libraries, without svdpp's own version.
 
-    Two versions of svdpp may be what a user compares.
+    Versions of svdpp are left out, because a user may want to compare two of them.
     """
     versions = {name: version for name, version in facts["versions"].items() if name != "svdpp"}
     host = {name: facts["host"][name] for name in ("cpu", "cpu_capability", "usable_cores")}
@@ -234,7 +234,7 @@ def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields that diffusers on one device depends on, except the number of clips.
+    """Return all fields on which the measurement of diffusers depends, but the number of clips.
 
     Fields that are None are left out, because summaries of earlier versions lack some fields.
     """

@@ -51,13 +51,13 @@ from svdpp.plan.parallel import Split, canonical_split, layout_fields, layout_op
 _MAX_ROUNDS = 1000
 _SHIPPED = Path(__file__).resolve().parent.parent / "assets" / "bench"
 
-#: Float that also accepts text, because YAML 1.1 parses 1e3 as text.
+#: Type of a float that also accepts text, because YAML 1.1 parses 1e3 as text.
 Number = Annotated[float, Field(strict=False)]
 Positive = Annotated[int, Field(ge=1)]
 
 
 class Section(BaseModel):
-    """Base class of the sections.
+    """Base class of the sections of a benchmark's configuration.
 
     Unknown fields are rejected, and types are strict: `true` is not 1.
     """
@@ -66,7 +66,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """Model and how it is loaded; the fields are options of `svdpp run`."""
+    """Section on the model and how it is loaded; the fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
     family: str | None = None
@@ -99,7 +99,7 @@ _Layout: Any = create_model("_Layout", __base__=Section, **_layout_fields())
 
 
 class Ranks(_Layout):  # type: ignore[misc]
-    """Division of the work among the ranks; the fields are options of `svdpp run`.
+    """Section on the ranks and how they divide the work; the fields are options of `svdpp run`.
 
     The default split is `balanced` for a model with two experts.
     """
@@ -142,7 +142,7 @@ _Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
 
 
 class Workload(_Sampled):  # type: ignore[misc]
-    """Clips to be made, with the sampling parameters of their model."""
+    """Section on the clips to be made, with the sampling parameters of their model."""
 
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
@@ -167,10 +167,11 @@ class Workload(_Sampled):  # type: ignore[misc]
 
 
 class Measure(Section):
-    """Number of rounds, warm-up and seeds."""
+    """Section on the measurement: number of rounds, warm-up clips, and seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Number of warm-up clips in each round, which pass every rank before the measured clips."""
+    """Number of warm-up clips in each round: clips that pass every rank before the measured
+    clips."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Number of rounds. Each round starts new processes for every case."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
@@ -367,7 +368,8 @@ def _override(content: dict[str, Any], text: str) -> None:
     if not equals or not dotted:
         raise RequestError(f"an override is section.field=value, got {text!r}")
     *sections, key = dotted.split(".")
-    if sections[:1] == ["targets"] and len(sections) > 1:  # the name of a target may contain a dot
+    # the name of a target may contain a dot, as in `diffusers.step_p50_seconds`
+    if sections[:1] == ["targets"] and len(sections) > 1:
         sections = ["targets", ".".join(sections[1:])]
     values = content
     for section in sections:

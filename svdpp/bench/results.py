@@ -25,7 +25,7 @@ from svdpp.plan.forecast import Span
 
 SCHEMA_VERSION = 5
 
-#: Names of a benchmark's files.
+#: Names of the files in a benchmark's folder.
 SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
 ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
@@ -163,7 +163,7 @@ def _case(bench: Bench, case: str) -> dict[str, Any]:
 
 
 def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
-    """Return one value of a metric for all rounds; None if no round has it.
+    """Combine a metric's values of all rounds into one; None if no round has the metric.
 
     The value is the geometric mean, so that the ratio of two cases is the mean of the rounds'
     ratios. Fractions use the arithmetic mean, so that they still add up to 1; memory uses the

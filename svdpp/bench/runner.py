@@ -39,12 +39,12 @@ _BETWEEN_PIPELINES_SECONDS = 7 * 86400.0
 
 @dataclass(kw_only=True)
 class Round:
-    """Measurements of one case in one round, without its warm-up."""
+    """Measurements of one case (pipeline or baseline) in one round, without warm-up clips."""
 
     case: str
     """Name of the case, one of `CASES`."""
     number: int
-    """Number of the round, from 0."""
+    """Number of the round within the benchmark, from 0."""
     trace: Trace
     metrics: RunMetrics
     sha256: list[tuple[str, str | None]]
@@ -141,7 +141,9 @@ class Bench:
             pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
-        reset_peak()  # needed under a launcher, where rank 0 computes in a thread of this process
+        # The peak memory is reset, because under a launcher rank 0 computes in this process, in one
+        # measurement after another.
+        reset_peak()
         config = self.cases[case]
         # Number of clips that reach every rank: clips go to the replicas in turn, and in each
         # replica to the decoders in turn.

@@ -41,7 +41,7 @@ class Bound(BaseModel):
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
-        """Check that at least one bound is given, and that `min` is not above `max`."""
+        """Check that `min` or `max` is given, and that `min` is not above `max`."""
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -62,7 +62,7 @@ class Bound(BaseModel):
 
 
 class Outcome(NamedTuple):
-    """Result of one performance target: a row of the table of targets."""
+    """Result of one performance target: whether the measured value is within the bound."""
 
     name: str
     """Name of the metric, as in the configuration."""
@@ -130,7 +130,7 @@ def check_measurable(
 
 
 def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[Outcome]:
-    """Return the outcomes in the order of the targets.
+    """Compare a summary with all targets; return the outcomes in the order of the targets.
 
     Args:
         targets: Bounds by valid names of targets.

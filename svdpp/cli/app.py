@@ -77,7 +77,8 @@ class LazyGroup(LazyOptionGroup):
         if name is None:
             return name, stub, rest
         command = load_command(name)
-        if ctx.resilient_parsing:  # a shell completes names, also those that the help hides
+        # a shell that completes names gets also commands that the help hides
+        if ctx.resilient_parsing:
             show_all_options(command)
         return name, command, rest
 
@@ -152,7 +153,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
     try:
         return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0
     except typer.TyperException as error:
-        if not arguments:  # without arguments, Typer shows the help and raises
+        # without arguments, Typer shows the help and raises an exception, which is no error
+        if not arguments:
             return 2
         return report_usage_error(error, arguments)
     except SvdppError as error:  # raised by a callback that checks an option's value

@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of a benchmark, or of a comparison."""
+    """Options of `svdpp bench`: a benchmark, or a comparison of two benchmarks."""
 
     words: Annotated[
         list[str] | None,
@@ -176,7 +176,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return the overrides that set the fields of a pipeline's configuration, by field."""
+    """Return the names `--section.field` for errors about fields of a configuration, by field."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}

@@ -1,4 +1,4 @@
-"""Result of `svdpp run`: a line for each clip, and the error if clips are lost."""
+"""Result that `svdpp run` prints: a line for each clip, and an error if clips are lost."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from svdpp.cli.options.declare import (
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world, was_launched
 
-# Annotation of the parameter that gets the launcher's world.
+# Annotation of a command's parameter that gets the launcher's world; it is not an option.
 _LAUNCHED = World | None
 # Options whose value may be empty.
 _MAY_BE_EMPTY = ("prompt", "negative_prompt")
@@ -134,7 +134,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Return the option's name for each field that errors name, as the user typed the option."""
+    """Return the names of options, as the user typed them, by the fields that errors name."""
     typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
@@ -158,7 +158,7 @@ def typed_options(context: typer.Context) -> dict[str, str]:
 
 
 def show_all_options(command: Any) -> None:
-    """Make the help and completion show all options of a command.
+    """Make the help and the completion of a command show all of its options.
 
     Args:
         command: Command of Typer.

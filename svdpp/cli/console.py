@@ -64,7 +64,7 @@ class _Stderr(RichConsole):
     """Console of rich for stderr. If the reader of stderr has ended, the command continues."""
 
     def on_broken_pipe(self) -> None:
-        """Drop all further output to stderr, because its reader has ended; see `RichConsole`."""
+        """Drop further output to stderr, because no program reads it; see `RichConsole`."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -194,7 +194,8 @@ class Console:
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         for row in shown:
             table.add_row(*map(one_line, row.values()))
-        # As wide as needed, because a terminal folds lines, but rich would cut numbers.
+        # The table gets the width that it needs: a terminal folds long lines, but rich would cut
+        # numbers.
         if not self.as_json:
             Stdout(highlight=False, width=_WIDEST).print(table)
         num_rows = len(rows) if num_rows is None else num_rows
@@ -237,7 +238,7 @@ class Console:
         self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
-        # A printed result already contains the error.
+        # If the JSON of a result was printed, it already contains the error.
         if self.as_json and not self._has_printed_json:
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,
@@ -257,7 +258,7 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Set the names under which errors show fields. Hints then propose only these names.
+        """Set the names that errors use for fields; hints then propose only these names.
 
         Args:
             names: Names that the user knows, by the fields that errors name.
@@ -284,7 +285,7 @@ class Console:
 
 
 def _json_pieces(value: Any) -> Iterator[str]:
-    """Yield indented and redacted JSON, a long list in pieces: a run may have 100,000 clips."""
+    """Yield pieces of indented and redacted JSON; a long list (of 100,000 clips) in many pieces."""
     clean = redaction()
     long = (
         []

@@ -98,11 +98,12 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
     readable, from_image = options, True
     try:
         from_image = options.needs_image
-    except ModelError:  # the check of the model will report this error
+    except ModelError:  # this error is reported by the check of the model, which follows
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,
-        device=options.device_name(any_on_cpu=True),  # allows the check of a machine without GPUs
+        # with this, a machine without GPUs can be checked for any model
+        device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     )
     config = request.with_one_step_per_rank().resolve()[0]

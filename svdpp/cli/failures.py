@@ -69,7 +69,7 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 @contextlib.contextmanager
 def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
-    """Report an error or signal of the block, and exit with its code.
+    """Report an error or a signal in the `with` block, and exit with its code.
 
     Args:
         console: Console of the command.
@@ -93,7 +93,8 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            previous = {}  # the present handlers stay until the process ends, for a second signal
+            # the present handlers stay until the process ends, so that they handle a second signal
+            previous = {}
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
         raise typer.Exit(exit_code_of(error)) from raised

@@ -1,4 +1,4 @@
-"""Hints of errors without proposals that the command cannot follow."""
+"""Removal of proposals from hints of errors, if they name options that a command lacks."""
 
 from __future__ import annotations
 

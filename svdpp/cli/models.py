@@ -130,7 +130,7 @@ def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _visual(sampling: SamplingConfig) -> str:
-    """Return the images or videos that a clip needs besides a prompt."""
+    """Return a text that names the images or videos that a clip needs besides a prompt."""
     return ", ".join(["a video" if sampling.from_video else "an image", *sampling.videos])
 
 
@@ -151,7 +151,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"
     ).with_model_defaults(model_frames=checkpoint.model_frames)
     about = {**describe(checkpoint.family), **_describe_parameters(sampling)}
-    # These entries describe the family's example. The license of the checkpoint may differ.
+    # These entries are about the family's example. The license of another checkpoint may differ.
     for of_example in ("example", "options", "license"):
         del about[of_example]
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())

@@ -1,4 +1,4 @@
-"""Names of options by the fields of configurations, which errors name."""
+"""Option names for the fields of configurations: errors name fields, and users know options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTION_OF_FIELD = {
     "denoisers": "denoiser",
     "dummy_latent_shape": "latent-shape",
 }
-#: Names of options that errors may name although they are not fields of a configuration.
+#: Options that are not fields of a configuration, but that errors may name.
 _FIELDS_OF_OPTIONS = (
     *("layout", "hosts", "clips", "prompts", "video", "max_megapixels", "peak_tflops", "debug"),
     *("out", "name", "overwrite", "resume", "latents_dir", "grace", "lease"),

@@ -284,7 +284,8 @@ def plan(
         config, why = request.resolve()
         if request.choice is None:
             console.info(why)
-        if config.model.vae_tiling:  # the model's configs tell the number of tiles
+        # the number of tiles is computed from the model's configs, which must be read
+        if config.model.vae_tiling:
             from svdpp.driver.resolve import resolve_config
 
             config, _ = resolve_config(config, weights="none", checkpoint=options.checkpoint)
@@ -307,7 +308,7 @@ def _default_world() -> int:
         return _DEFAULT_WORLD
     from svdpp.launch.gpus import visible_gpus
 
-    with contextlib.suppress(RequestError):  # `svdpp run` reports why the GPUs cannot be used
+    with contextlib.suppress(RequestError):  # if the GPUs cannot be used, `svdpp run` reports why
         return len(visible_gpus()) or _DEFAULT_WORLD
     return _DEFAULT_WORLD
 

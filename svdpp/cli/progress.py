@@ -108,7 +108,7 @@ class Progress(Bars):
         self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
-        super().__init__(  # called last, because the base class calls `get_renderables`
+        super().__init__(  # the base class is initialised last, because it calls `get_renderables`
             TextColumn("{task.description}"),
             BarColumn(None, table_column=Column(ratio=1, max_width=20)),
             MofNCompleteColumn(),
@@ -242,7 +242,8 @@ class Progress(Bars):
         costs = self._means.costs_like(self._costs)
         try:
             of = summarise(simulate_schedule(self._schedule, costs), len(self._schedule))
-        except (RequestError, ValueError):  # raised until a transfer between hosts was measured
+        # these errors are raised until a transfer between hosts has been measured
+        except (RequestError, ValueError):
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
 
@@ -257,7 +258,8 @@ class ServerProgress(Progress):
     """
 
     def __init__(self, console: Console, title: str, labels: Sequence[str]) -> None:
-        self._eta: tuple[float, float] | None = None  # set before rich calls `get_renderables`
+        # must be set before rich calls `get_renderables`
+        self._eta: tuple[float, float] | None = None
         super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
 
     def begin(self) -> None:
@@ -328,7 +330,8 @@ def open_log(
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
-    # `diagnose=False`: tracebacks must not show values of variables, such as keys and passwords.
+    # With `diagnose=False`, tracebacks do not show the values of variables, such as keys and
+    # passwords.
 
     def sink(message: Message) -> None:
         # Further lines are indented, so that a name with a line break cannot look like a record.
@@ -346,7 +349,7 @@ def open_log(
 class _LogFile(RotatingFileHandler):
     """Log file that warns once if it cannot be written.
 
-    A file of loguru would warn at each record.
+    A file sink of loguru would warn at each record that cannot be written.
     """
 
     terminator = ""  # a serialized record has its own line break

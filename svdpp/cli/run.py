@@ -165,7 +165,7 @@ def run(
         has_last_image=options.has_last_image,
         clip_loras=loras_of(jobs),
     )
-    if launched is None:  # a launcher's other ranks do not know the jobs
+    if launched is None:  # under a launcher, ranks other than rank 0 do not know the jobs
         request = fit_request_to_jobs(request, jobs)
     config, why = request.resolve()
     log.open(console, launched)
@@ -282,8 +282,8 @@ class RunCommand:
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
         has_prompt = options.prompt is not None or options.prompts is not None
-        # Checked before the clips are named, so that the error is about the prompt, and not about
-        # equal names.
+        # The prompt is checked before the clips are named, so that the error is about the prompt,
+        # and not about equal names.
         takes_it = not has_prompt or isinstance(self.sampling, PromptedSampling)
         refused = f"model {options.model!r} takes no prompt"
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
@@ -517,8 +517,8 @@ class RunCommand:
         console, requests, config = self.console, clips.requests, pipeline.config
         if not requests:
             pipeline.dismiss()
-            # Written even if all clips exist, because a killed run may have left an outdated
-            # manifest.
+            # The manifest is written even if all clips exist, because a killed run may have left an
+            # outdated one.
             with manifest:
                 return [], {}, None
         console.info(describe_run(config, clips.clips))
@@ -557,7 +557,7 @@ class RunCommand:
 
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
-    """Return remarks on unexpected changes to the images, for each size of the clips."""
+    """Return remarks on unexpected changes to the input images, for each size of the clips."""
     from svdpp.media.inputs import input_remarks
 
     files: dict[tuple[int, int, str], tuple[SamplingConfig, dict[MediaFile, None]]] = {}

@@ -320,7 +320,8 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     from svdpp.media.output_files import private_files
 
     try:
-        with private_files():  # entered before processes are started that write clips
+        # this must come before the start of processes, because they write clips
+        with private_files():
             if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)
             else:

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from svdpp.driver.manifest import RunManifest
 
 _MAX_PATIENCE_SECONDS = 30 * 86400.0
-# Options that are allowed with `--server`: they have the same effect as in a local run, or none.
+# Options that are allowed with `--server`, because they have the same effect as in a local run, or
+# no effect.
 _TAKEN = frozenset(
     {"steps", "num_frames", "height", "width", "fit", "fps", "param", "seed", "negative_prompt"}
     | {"last_image", "video", "max_megapixels", "jobs", "keep_going", "out", "name", "resume"}
@@ -96,7 +97,8 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             is_given = value != each.default
-            if each.default is MISSING:  # the field is a mapping of layout options
+            # a field without a default value is a mapping of layout options
+            if each.default is MISSING:
                 is_given, name = bool(value), next(iter(value), name)
             wrong = f"`{name}` is for ranks of this machine, and the server has its own"
             is_taken = each.name in _TAKEN or not is_given
@@ -348,7 +350,7 @@ class _ServerRun:
         self.console.info(progress.summary_line)
 
     def _way_on(self, run: BatchRun, num_made: int) -> str:
-        """Return advice for the case that the command ends before the server has made all clips."""
+        """Return advice on how to go on if the command ends before the server has all clips."""
         if not run.batch_ids:
             return ""
         finished = f"{num_made} of {pluralize(len(self.clips), 'clip')} downloaded"

@@ -171,7 +171,7 @@ def verify(
         from_image=from_image,
         has_last_image=has_last_image,
     ).resolve()
-    if is_secondary_rank(launched):  # only rank 0 compares tensors
+    if is_secondary_rank(launched):  # only rank 0 compares tensors, so other ranks are done
         from svdpp.cli.progress import serve_member
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")

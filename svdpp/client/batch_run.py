@@ -46,7 +46,7 @@ _FINAL = ("completed", "failed", "cancelled")
 
 @dataclass
 class Part:
-    """Batch of a run: the key of its request, its id, and its jobs."""
+    """One batch of a run, with the key of the request that creates it, its id, and its clips."""
 
     key: str
     """Idempotency key of the request that creates the batch."""
@@ -111,7 +111,7 @@ class ServerClip:
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """Callbacks for the progress and the outcomes of clips."""
+    """Callbacks that get the progress and the results of clips."""
 
     on_started: Callable[[], None]
     on_eta: Callable[[float | None], None]
@@ -123,7 +123,7 @@ class Watchers:
 
 
 class BatchRun:
-    """Run whose clips a server makes.
+    """Run whose clips a server makes: sends batches of jobs, and downloads finished clips.
 
     Args:
         connection: Connection to the server.
@@ -187,8 +187,8 @@ class BatchRun:
                 self._say(f"going on with {part.batch}")
 
     def _find(self, part: Part) -> bool:
-        """Query a batch of an earlier run; remove clips that ended without a video."""
-        if part.batch is None:  # the response with the batch's id was lost
+        """Query a batch of an earlier run; drop those of its clips that ended without a video."""
+        if part.batch is None:  # the batch was sent, but the response with its id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [
                 each for each in page["data"] if (each["metadata"] or {}).get("run") == part.key
@@ -250,7 +250,7 @@ class BatchRun:
             }
             text = json.dumps(line).encode() + b"\n"
             is_full = index == self._model.max_batch_lines
-            # The body of the request has a form's header besides the lines.
+            # 64 KiB are left for the other fields of the form that contains the lines.
             if is_full or (index and size + len(text) > self._model.max_batch_bytes - 2**16):
                 return index
             file.write(text)
@@ -332,13 +332,14 @@ class BatchRun:
             time.sleep(wait)
 
     def _follow_part(self, part: Part, watchers: Watchers) -> bool:
-        """Query the batch of one part of the jobs once, and download its finished clips.
+        """Query one batch, and download clips that have finished since the last query.
 
         Returns:
             Whether a clip of the part has finished, failed or been cancelled since the last query.
         """
         assert part.batch is not None
-        # Queried before the list of videos, so that the list is never older than the batch.
+        # The batch is queried before the list of videos, so that the list is never older than the
+        # batch's state.
         batch = self._batch(part.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in part.clips if name in self._pending]
@@ -390,7 +391,7 @@ class BatchRun:
             after = page["last_id"]
 
     def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
-        """Handle a video that has ended: download its clip, or report its error."""
+        """Download the clip of a video that has ended, or report the video's error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
             watchers.on_started()

@@ -25,7 +25,7 @@ _T = TypeVar("_T")
 
 
 class NotThereError(ServerError):
-    """The server does not have the requested id, or has removed its object."""
+    """Error for an id that the server does not know, or whose object it has removed."""
 
 
 class Connection:
@@ -154,7 +154,7 @@ class Connection:
                     failed_at = time.monotonic()
                 if time.monotonic() - failed_at >= self._patience_seconds:
                     raise self._away_error(error) from error
-                # The message is printed only once, at the second failure.
+                # The message is printed only once, after the second failure.
                 if wait == 2 * _FIRST_WAIT_SECONDS:
                     self._say(f"waiting for the server: {self._reason(error)}")
                 wished = error.retry_seconds if isinstance(error, _BusyError) else 0.0
@@ -181,7 +181,7 @@ class Connection:
         )
 
     def _answer(self, answer: httpx2.Response) -> httpx2.Response:
-        """Return a response if its status is not an error.
+        """Return a response, after a check that its status is not an error.
 
         Raises:
             SvdppError: The status is an error.
@@ -206,7 +206,7 @@ class Connection:
 
 
 class _BusyError(Exception):
-    """The server is busy, and may accept the same request later."""
+    """Error for a server that is busy, and may accept the same request later."""
 
     def __init__(self, message: str, retry_after: str) -> None:
         super().__init__(message)
@@ -214,7 +214,7 @@ class _BusyError(Exception):
 
 
 def _error_in(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response of svdpp or of a proxy, as a JSON object like svdpp's."""
+    """Return the error in a response as a JSON object; a proxy's error gets the form of svdpp's."""
     error: Any = None
     try:
         error = answer.json()["error"]

@@ -1,4 +1,4 @@
-"""Model of a server: defaults and checks for lines of a jobs file, and requests from lines."""
+"""Model of a server: defaults and checks for lines of a jobs file; requests made from lines."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
 
 
 def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
-    """Return field name and file of each input file of a job."""
+    """Return the input files of a job, as pairs of a request's field name and a file."""
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]

@@ -32,9 +32,9 @@ HEADER_BYTES = _HEADER.size
 #: CRC-32 of the header's fields before it.
 FIELDS = {"metadata": 0, "crc": 4, "bytes": 8, "check": 16}
 
-# Names of dtypes in the options of the command line; other dtypes keep torch's names.
+# Names of dtypes in messages, as in command-line options; other dtypes keep torch's names.
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
-# Largest number of names of missing or unexpected tensors in a message.
+# Largest number of missing or unexpected tensors that a message names.
 _MAX_NAMES = 5
 
 
@@ -225,7 +225,7 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet with copies of its tensors, because views could be misaligned.
+        """Build the packet from its payload, with copied tensors: views could be misaligned.
 
         Args:
             payload: Payload, uint8 of shape (bytes,), with the number of bytes given to `check`.

@@ -62,7 +62,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class SideStream:
-    """CUDA stream for copies besides the stream that denoises; used by one thread only."""
+    """CUDA stream for copies, beside the stream that denoises. Only one thread uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -70,7 +70,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def stream_context(self, after: Event = None) -> Iterator[None]:
-        """Queue the work of the block on this stream, and wait at its end for the work.
+        """Queue the work of the `with` block on this stream; wait for the work at the end.
 
         Args:
             after: Event for which the work waits; None: the work begins immediately.
@@ -131,7 +131,7 @@ class SideStream:
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Tell torch's allocator that the current stream uses a tensor of another stream."""
+    """Tell torch's allocator that the current stream uses another stream's tensor."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

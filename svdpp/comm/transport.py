@@ -57,17 +57,18 @@ _Result = TypeVar("_Result")
 #: timeout, gloo would also close the connection to a rank that computes for longer.
 GROUP_TIMEOUT = timedelta(days=7)
 
-# Clip index in the packet that opens a link, which no real clip has.
+# Clip index in the packets that open links; no real clip has this index.
 _HELLO_CLIP = 2**64 - 1
 
 # Pattern for messages of NCCL such as: Cuda failure 2 'out of memory'
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
-#: Kind of packets on a link: packets of clips, predictions that a pair exchanges in each step, or
-#: final latents and frames of clips that several ranks decode.
+#: Kind of the packets on a link: states of clips (`clips`), predictions that the two ranks of a
+#: pair exchange in each step (`predictions`), or final latents and frames of clips that several
+#: ranks decode (`decode`).
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
-# Direction, clip, number of finished steps, and peer rank of a transfer.
+# Identity of a transfer: direction, clip, number of finished steps, and peer rank.
 _Ends = tuple[Direction, int, int, int]
 
 
@@ -124,9 +125,9 @@ class Transport:
         channel. Predictions and the packets that open links are not listed. The caller clears the
         lists."""
         self.bytes_sent = self.bytes_received = 0
-        """Total numbers of bytes of payloads that were sent and received so far, on all
-        channels."""
-        # ProcessGroupNCCL is not documented as thread-safe.
+        """Number of bytes of payloads sent so far, on all channels; `bytes_received` counts
+        received ones."""
+        # A lock is needed, because ProcessGroupNCCL is not documented as thread-safe.
         self._enqueue = threading.Lock()
         self._counting = threading.Lock()
 
@@ -418,7 +419,7 @@ def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
 
 @contextlib.contextmanager
 def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Turn a RuntimeError of gloo or NCCL into an error that names the failed transfer.
+    """Turn RuntimeErrors of gloo or NCCL in the `with` block into errors that name the transfer.
 
     An out-of-memory error or a GPU error is a failure of this rank. A `BrokenLinkError` is often
     caused by another rank, which the parent then finds.

@@ -14,12 +14,12 @@ Expert = Literal["high", "low"]
 
 @dataclass(frozen=True, kw_only=True)
 class AddedFile:
-    """Requested file with weights that are not part of the checkpoint."""
+    """Requested file with weights that are not in the checkpoint: a LoRA or a GGUF file."""
 
     config_field: ClassVar[str]
-    """Name of the field of `ModelConfig` that lists files of this class."""
+    """Name of the field of `ModelConfig` that lists files of this kind."""
     noun: ClassVar[str]
-    """Word for such a file in messages, such as LoRA."""
+    """Word for files of this kind in messages, such as LoRA."""
     suffix: ClassVar[str]
     """Suffix that the file's name must have, such as `.gguf`."""
 

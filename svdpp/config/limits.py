@@ -87,7 +87,8 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
         RequestError: The value is not an int, or out of range.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not (is_whole and low <= value <= high):  # a message for each of 100,000 clips takes long
+    # `require` would build its message also for a valid value, which takes long for 100,000 clips
+    if not (is_whole and low <= value <= high):
         what = "" if is_whole else "a whole number, "
         raise RequestError(
             f"`{name}` must be {what}{low} to {high}{where}, got {shown(value)}",
@@ -157,7 +158,7 @@ def is_number(value: Any) -> bool:
     try:
         is_real = isinstance(value, int | float) and not isinstance(value, bool)
         return is_real and math.isfinite(value)
-    except OverflowError:  # an int is too large for a float
+    except OverflowError:  # the int is too large for a float
         return False
 
 

@@ -69,9 +69,10 @@ def amp_error() -> RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype that the receiver of a packet expects of the clip's latent.
+    """Shape and dtype that a rank expects of the latent in a packet (a clip's state) it receives.
 
-    Both depend on the sampling parameters and on the step; see `EngineModel.latent_spec`.
+    Shape and dtype depend on the sampling parameters and on the step; see
+    `EngineModel.latent_spec`.
 
     Raises:
         RequestError: The shape has another number of axes than `dims`, a size below 1, or more
@@ -101,7 +102,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Choice of a model and of the way to load it."""
+    """Configuration of the model: which one, and how it is loaded."""
 
     name: str = DEFAULT_MODEL
     """Model to load: a hub id, a folder in diffusers' format, the name of a demo model, or `dummy`
@@ -200,7 +201,7 @@ def sampling_of_model(
     has_last_image: bool = False,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters with the given values; the model's or diffusers' defaults else.
+    """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
 
     Args:
         model_name: Name of the model.
@@ -281,7 +282,7 @@ class PipelineConfig:
     heartbeat_timeout_seconds: float = 15.0
     """Seconds without a heartbeat after which a rank counts as stalled."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Way in which the ranks share the work."""
+    """Configuration of how the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
     """Cost model by which splits other than `uniform` divide the steps."""
     expert_boundary: int | None = None
@@ -291,7 +292,8 @@ class PipelineConfig:
     """Number of positions of the latent in each tile of a clip's decode, which is set when the
     configuration is resolved; empty: not known yet, or ranks cannot share the tiles."""
     checksum: bool = False
-    """Whether packets between ranks contain a CRC-32 of the payload, which the receiver checks."""
+    """Whether packets between ranks contain a CRC-32 of their tensors, which the receiver
+    checks."""
     deterministic: bool = False
     """Whether ranks and the reference use torch's deterministic algorithms; False: torch's default
     algorithms."""
@@ -351,7 +353,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Size of each chunk that is decoded at once, as `Layout.chunks`; empty: not known yet."""
+        """Sizes of the chunks of a decode, as in `Layout.chunks`; empty: not known yet."""
         if self.tiles:
             return self.tiles
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
@@ -497,9 +499,9 @@ _LATENT_IDENTITY = (
 )
 
 
-#: Name of the condition that says whether the attention backend repeats its bits. Only clips with
-#: an `attention_backend` have this condition. Each rank measures it, so ranks with equal devices
-#: may differ in it.
+#: Name of the condition (see `worker.device.conditions_of`) that says whether the attention backend
+#: gives equal bits for equal inputs. Only clips with an `attention_backend` have this condition.
+#: Each rank measures it, so its values may differ between ranks with equal devices.
 ATTENTION_REPEATS = "attention_repeats"
 
 
@@ -513,7 +515,7 @@ def repeats_bits(conditions: Mapping[str, Any]) -> bool:
 
 
 def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the metadata fields that identify a clip: equal values mean equal clips.
+    """Return the names of the JSON fields that identify a clip: equal values mean equal clips.
 
     Args:
         metadata: JSON of a clip.
@@ -527,10 +529,10 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     # mixed devices are also unproven, but cannot have pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    # The JSON of clips of svdpp 0.3 has none of these fields.
+    # These fields are left out if a clip's JSON lacks them, as that of svdpp 0.3 does.
     optional = ("lora", "denoiser", "attention_backend", "last_image_sha256", "vae_tiling")
     added = tuple(name for name in optional if name in metadata)
-    if family == "svd":  # without `family`, which the JSON of svdpp 0.3 lacks
+    if family == "svd":  # for SVD without the field `family`, which the JSON of svdpp 0.3 lacks
         return (*common, *sampling_fields(family))
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")
@@ -552,7 +554,8 @@ def configuration_fields() -> frozenset[str]:
 def sampling_fields(family: str) -> tuple[str, ...]:
     """Return the names of a family's sampling parameters that are fields of a clip's JSON.
 
-    `has_last_image` is not such a field, because the hash of the last image tells the same.
+    `has_last_image` is no field of the JSON, because the hash of the last image tells whether there
+    is one.
     """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     return tuple(name for name in names if name not in ("family", "has_last_image"))

@@ -34,7 +34,7 @@ DEFAULT_NUM_STEPS = 28
 class Param:
     """Numeric sampling parameter: range, type, names and help text.
 
-    The checks, the options of the command line and the fields of HTTP requests are made from it.
+    Checks, options of the command line and fields of HTTP requests are made from a `Param`.
     `params_of` sets `name` and `default`.
     """
 
@@ -158,7 +158,7 @@ def params_of(kind: Any) -> dict[str, Param]:
     return params
 
 
-#: Names of parameters that are not fields of HTTP requests under their own name.
+#: Parameters that HTTP requests do not have as fields, or have under another name.
 _NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
 
@@ -181,7 +181,7 @@ def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) ->
 
 
 def extra_params(kind: Any) -> dict[str, Param]:
-    """Return the parameters of a sampling class that `PromptedSampling` lacks, by name."""
+    """Return the parameters of a sampling class beyond those of `PromptedSampling`, by name."""
     others = params_of(PromptedSampling)
     return {name: param for name, param in params_of(kind).items() if name not in others}
 
@@ -198,7 +198,8 @@ class CommonSampling:
     #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
     #: positions of all frames.
     latent_axes: ClassVar[str] = "BCFHW"
-    #: Whether the pipeline crops an image of another shape; the others stretch it.
+    #: Whether the family's pipeline crops an image of another shape than the clip; other pipelines
+    #: stretch it.
     crops_image: ClassVar[bool] = False
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
@@ -230,7 +231,8 @@ class CommonSampling:
             value = getattr(self, name)
             param.check(value)
             if param.kind is float and value is not None:
-                object.__setattr__(self, name, float(value))  # 3 and 3.0 have different hashes
+                # ints become floats, because 3 and 3.0 would have different hashes
+                object.__setattr__(self, name, float(value))
         object.__setattr__(self, "fps", as_whole(self.fps))
         check_choice("fit", self.fit, get_args(Fit))
         self._check_frames()
@@ -251,7 +253,7 @@ class CommonSampling:
     def _check_frames(self) -> None:
         unit, remainder = self.frames_unit, self.frames_remainder
         frames = remainder if self.num_frames is None else self.num_frames
-        # diffusers would round other numbers.
+        # Other numbers of frames are rejected, because diffusers would round them.
         below = max(0, frames - remainder) // unit * unit + remainder
         require(
             frames == below,
@@ -318,7 +320,7 @@ class CommonSampling:
             require(name in names, wrong, f"give `video` {name}=FILE")
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy in which the values that diffusers would use replace None.
+        """Return a copy in which None is replaced by the values that diffusers would use.
 
         Args:
             model_frames: Number of frames in the model's config.

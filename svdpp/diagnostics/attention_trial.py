@@ -1,4 +1,4 @@
-"""Trial of the attention backends on a device, in two processes: whether each repeats its bits."""
+"""Trial of attention backends in two processes: whether equal inputs give equal bits each time."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class BackendTrial:
 
     name: str
     is_chosen: bool
-    """Whether it is the backend of the configuration."""
+    """Whether the configuration names this backend."""
     dtypes: tuple[str, ...] = ()
-    """Dtypes in which it runs."""
+    """Dtypes in which the backend runs on the device."""
     other_bits_in: tuple[str, ...] = ()
     """Dtypes in which equal inputs gave different bits."""
     error: SvdppError | None = None
@@ -84,7 +84,7 @@ def try_backends(config: PipelineConfig) -> list[BackendTrial]:
 
 
 def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:
-    """Return what each process found: for each backend, hashes or an error by dtype."""
+    """Run the processes; return what each found: by backend and dtype, hashes or an error."""
     config = setup.config
     found: dict[int, Mapping[str, Any]] = {}
 
@@ -96,7 +96,8 @@ def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:
         _trial_main,
         setup,
         world_size=_NUM_PROCESSES,
-        backend="gloo",  # the processes have no links
+        # the two processes do not send each other anything, so the backend does not matter
+        backend="gloo",
         device=config.device,
         start_timeout=config.start_timeout_seconds,
     )

@@ -83,7 +83,7 @@ class TraceFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file, before = self._path.open("w"), "[\n"
         self._file.write(before + ",\n".join(map(json.dumps, self._unwritten)))
-        self._file.flush()  # written events stay even if this process is killed
+        self._file.flush()  # with this, the events are in the file even if this process is killed
         self._unwritten.clear()
 
     def _events(self, rank: int, event: Event) -> Iterator[_TraceEvent]:
@@ -119,7 +119,7 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield a rank's slice for a transfer, and this rank's end of the arrow between ranks."""
+        """Yield the events of one rank's side of a transfer: a slice, and one end of an arrow."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         # One track for each link, because transfers on one link never overlap.
@@ -143,7 +143,7 @@ class TraceFile:
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
-        """Return an event with start and duration.
+        """Return the trace event of a span: an event with a start and a duration.
 
         Start and end are rounded before the duration is computed, so that slices nest exactly.
         """

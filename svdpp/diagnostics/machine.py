@@ -114,7 +114,7 @@ def gpu_clocks(output: Callable[..., str | None]) -> list[dict[str, str]]:
 
 
 def _clock_mhz() -> dict[str, float] | None:
-    """Return current, minimum and maximum clock of the CPU in MHz; None if the clock is unknown."""
+    """Return current, minimum and maximum clock rate of the CPU in MHz; None if unknown."""
     try:
         clock = psutil.cpu_freq()
     except (OSError, NotImplementedError):
@@ -208,12 +208,12 @@ _SIDE, _FRAMES, _STEPS = 64, 4, 4
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Result of one check."""
+    """Result of one check of `svdpp doctor`."""
 
     name: str
     verdict: Literal["ok", "failed", "skipped", "differs"]
-    """`differs`: an attention backend gave different bits for equal inputs, but the run does not
-    use it."""
+    """Result in a word. `differs` means that an attention backend which the run does not use gave
+    different bits for equal inputs."""
     detail: str
     """Measured facts, the error's message, or the reason why the check was skipped."""
     fix: str = ""
@@ -223,7 +223,7 @@ class Check:
 
 
 class _Skipped(Exception):
-    """A check was skipped, because it does not apply or depends on a failed check.
+    """Exception for a skipped check, which does not apply or depends on a failed check.
 
     The text of the exception is the reason.
     """
@@ -300,7 +300,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
 
 
 def _memory(config: PipelineConfig, _: Path) -> str:
-    """Compare the plan's estimate for each rank with the free memory of its device."""
+    """Check that the estimated memory of each rank fits in the free memory of its device."""
     needed = estimate_ranks(*resolve_config(config, weights="none"))
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
@@ -319,7 +319,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
 
 
 def _transfers(config: PipelineConfig, _: Path) -> str:
-    """Send packets of the dummy model between the ranks, with checksums."""
+    """Check transfers: make clips of the dummy model, whose packets have checksums."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     dummy = replace(
@@ -339,7 +339,7 @@ def _transfers(config: PipelineConfig, _: Path) -> str:
 
 
 def _cut_test(config: PipelineConfig, _: Path) -> str:
-    """Compare a clip of the demo model, made with one step on each rank, with diffusers."""
+    """Check that a clip of the demo model, with one step on each rank, equals that of diffusers."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
@@ -362,7 +362,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
 
 
 def _attention(config: PipelineConfig, _: Path) -> list[Check]:
-    """Return a check for each attention backend that runs on the device."""
+    """Return the result of a check for each attention backend that runs on the device."""
     return [_check_of_backend(found) for found in try_backends(config)]
 
 
@@ -439,8 +439,8 @@ def profile(
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
-    # Until the first clip reaches the last rank, some ranks are idle. So one more clip is made for
-    # each rank.
+    # Some ranks are idle until the first clip reaches the last rank. So as many more clips are made
+    # as there are ranks.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)

@@ -19,7 +19,7 @@ from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
 _NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
-# Minimum fraction of the run's time that a cause must cost to be reported.
+# Minimum fraction of the run's time that a cause must cost; smaller causes are not reported.
 _WORTH_NAMING = 0.05
 # A rank counts as slow if its step takes this many times as long as the other ranks' median step.
 _SLOW = 1.15
@@ -70,7 +70,7 @@ class RunAnalysis:
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the end of a run: what limits the ranks, and what to try."""
+        """Lines that are printed at the end of a run: what limits the ranks, and what to try."""
         lines = [f"limited by: {self.findings[0].text}"]
         if self.advice is not None:
             lines += [f"try: {self.advice.text}", f"  {self.advice.options}"]
@@ -101,7 +101,7 @@ class RunAnalysis:
 def _find_limits(metrics: RunMetrics) -> list[Finding]:
     """Return the causes that limit the run, the costliest first.
 
-    If none is found, return the finding `balanced`.
+    If no cause is found, return a single finding of the kind `balanced`.
 
     The busiest rank sets the pace of a full pipeline. A cause is a reason why this rank is busier
     than the mean of all ranks, or a resource that this rank waits for.
@@ -135,8 +135,8 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
     def more(work: WorkMetrics, theirs: list[WorkMetrics]) -> float:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
-    # For each possible cause: seconds of the busiest rank's excess that it explains, kind, and
-    # text.
+    # For each possible cause: how many seconds of the busiest rank's extra work it explains, kind,
+    # and text.
     lost, kind, why = max(
         (more(limit.decode, [rank.decode for rank in others]), "decode",
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),

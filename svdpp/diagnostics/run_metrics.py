@@ -28,7 +28,7 @@ _SAME_SPEED = 1.1
 # Fields of a model on which its FLOPs depend.
 _MODEL_FIELDS = ("name", "family", "revision", "variant", "dtype", "dummy_latent_shape")
 
-#: Types of numbers with limits. A manifest that is read is untrusted input.
+#: Types of numbers with limits, because a manifest that is read is untrusted input.
 Amount = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=10**15)]
 PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
@@ -36,7 +36,7 @@ PositiveCount = Annotated[int, Field(ge=1, le=10**6)]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkMetrics:
-    """Work of one kind on a rank: number of times, and mean seconds of each."""
+    """Measurements of one kind of work on a rank: how often it was done, and its mean seconds."""
 
     count: Count = 0
     mean_seconds: Amount = 0.0
@@ -83,7 +83,8 @@ class RankRunMetrics:
     decode_fraction: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Mean fraction of a clip's frames that one DECODE action of the rank produces."""
     write: WorkMetrics = WorkMetrics()
-    """Writing of clips, in a thread that runs at the same time as the rank's other work."""
+    """Measurements of writing clips, which a thread does at the same time as the rank's other
+    work."""
     load_seconds: Amount = 0.0
     allocated_bytes: Count | None = None
     """Peak bytes of tensors on the GPU; None on the CPU."""
@@ -113,7 +114,7 @@ class RankRunMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """Metrics of a run."""
+    """Metrics of a run as a whole, and of each of its ranks."""
 
     schema_version: Literal[1] = 1
     ranks: Annotated[tuple[RankRunMetrics, ...], Field(min_length=1)]
@@ -143,7 +144,8 @@ class RunMetrics:
     """Measured costs, separate for each rank if the ranks' speeds differ; None if no step was
     measured."""
     forecast_seconds: Amount | None = None
-    """Forecast seconds of the same actions at these costs; None if no forecast is possible."""
+    """Forecast of `makespan` for the same actions, from the measured costs; None if no forecast is
+    possible."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the model on which FLOPs depend; empty in manifests of earlier versions."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -315,7 +317,7 @@ def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
 
 
 def _whole_clip_seconds(span: Span) -> float:
-    """Return the seconds to decode a whole clip, scaled up if the rank decodes only some frames."""
+    """Return the seconds in which a rank would decode a whole clip, from a DECODE of a part."""
     return (span.end - span.start) / span.action.fraction
 
 
@@ -324,7 +326,8 @@ def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: in
         return None
     try:
         return summarise(simulate_schedule(schedule, costs), world_size).makespan
-    except (RequestError, ValueError):  # raised if transfers between hosts have no measured costs
+    # these errors are raised if transfers between hosts were not measured
+    except (RequestError, ValueError):
         return None
 
 

@@ -90,7 +90,7 @@ def peak_tflops(device_name: str, dtype: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of one rank, or the mean of all ranks."""
+    """Achieved TFLOP/s and utilisation of one rank, or the mean of all ranks."""
 
     tflops: float
     """Achieved TFLOP/s, by the FLOPs of the model's calls."""
@@ -186,7 +186,7 @@ def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds
         )
     try:
         flops = _flops_of_model(metrics)
-    # Raised if the model was removed or the manifest edited.
+    # These errors are raised if the model was removed, or if the manifest was edited.
     except (SvdppError, TypeError) as error:
         return Speeds(note=f"no TFLOP/s: {error}")
     peaks = peaks_of(metrics, str(metrics.model.get("dtype")), peak_override)

@@ -40,7 +40,8 @@ def find_ffmpeg() -> str:
     """
     import imageio_ffmpeg  # imported here, because the import takes 50 ms
 
-    with contextlib.suppress(RuntimeError):  # raised if imageio-ffmpeg has no ffmpeg
+    # a RuntimeError means that imageio-ffmpeg has no ffmpeg
+    with contextlib.suppress(RuntimeError):
         executable: str | None = shutil.which(imageio_ffmpeg.get_ffmpeg_exe())
         if executable is not None:
             return executable
@@ -97,7 +98,7 @@ def probe_log(source: Sequence[str], *, seconds: float, files: tuple[int, ...] =
         MediaFailure: ffmpeg did not end in time.
         OutputError: No ffmpeg is found.
     """
-    # The exit code is ignored: without an output ffmpeg always fails.
+    # The exit code is ignored, because ffmpeg always fails if it has no output.
     done = _finished([*_START, "-loglevel", "info", *source], None, seconds, files)
     return done.stderr[:_MAX_LOG].decode(errors="replace")
 
@@ -160,7 +161,7 @@ def decode_frames(
 class _Drain(threading.Thread):
     """Thread that reads a pipe to its end and keeps the first bytes.
 
-    Without a reader, ffmpeg would block once the pipe is full (64 KiB).
+    If no one read the pipe, ffmpeg would block once the pipe is full (64 KiB).
     """
 
     def __init__(self, pipe: IO[bytes]) -> None:
@@ -184,7 +185,7 @@ def _finished(
     try:
         return subprocess.run(
             [find_ffmpeg(), *arguments],
-            # A memory view, which does not copy the clip.
+            # A memory view is passed, because `tobytes` would copy the clip.
             input=b"" if frames is None else frames.data.cast("B"),
             capture_output=True,
             timeout=seconds,

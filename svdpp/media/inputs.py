@@ -63,7 +63,8 @@ _ORIENTATION = ExifTags.Base.Orientation
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
-#: Conversion of an image's colours that diffusers' `load_image` does differently; empty: none.
+#: Name of a conversion of an image's colours in which svdpp differs from diffusers' `load_image`;
+#: empty: no conversion.
 Conversion = Literal["", "over white", "scaled"]
 
 
@@ -99,7 +100,7 @@ class ClipInput:
 
     @property
     def name(self) -> str:
-        """Name of the input, as a part of its clips' file names."""
+        """Name of the input in file names of clips: stem of the image, or words of the prompt."""
         if self.media_file is not None:
             return self.media_file.path.stem
         return slugify_prompt(self.prompt or "") or "prompt"
@@ -444,7 +445,7 @@ def _read_image_bytes(data: bytes, path: Path, max_pixels: int) -> tuple[Image.I
     except MemoryError:
         details = {"path": str(path)}
         raise InputError(f"{name} does not fit in memory", details=details) from None
-    except Exception as error:  # malicious files make Pillow raise nearly any type
+    except Exception as error:  # Pillow raises nearly any type of exception for malicious files
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error
@@ -478,7 +479,8 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
         # orientation tag.
         orientation = image.getexif().get(_ORIENTATION)
         rgb, conversion = _to_rgb(image)
-    rgb.info.clear()  # else `exif_transpose` would also write all other tags, and fail on some
+    # `exif_transpose` would otherwise write all other tags, too, and fail for some of them
+    rgb.info.clear()
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb), conversion
 
@@ -512,7 +514,8 @@ def _to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
         return image.convert("RGB"), ""
     is_opaque = True
     over_white = Image.new("RGB", image.size)
-    # Converted in horizontal bands to save memory, because each step makes a copy.
+    # The image is converted in horizontal bands to save memory, because each conversion makes a
+    # copy.
     for top in range(0, image.height, _BAND_ROWS):
         box = (0, top, image.width, min(top + _BAND_ROWS, image.height))
         rgba = image.crop(box).convert("RGBA")
@@ -537,8 +540,8 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """
     if fit == "stretch":
         return image
-    # Of an image that is too wide, a crop keeps the height, and a pad extends the height. Of any
-    # other image, both apply to the width.
+    # If an image is too wide, a crop keeps its height, and a pad extends its height. If it is too
+    # narrow, a crop keeps its width, and a pad extends its width.
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))
@@ -690,7 +693,7 @@ def _animation_frames(
                 yield _to_rgb(frame)[0]
     except InputError as error:
         raise InputError(f"{name} {error.message}", error.hint, details=error.details) from None
-    except Exception as error:  # malicious files make Pillow raise nearly any type
+    except Exception as error:  # Pillow raises nearly any type of exception for malicious files
         details = {"path": str(path), "reason": first_line(error)}
         message = f"{name} is damaged or truncated: {first_line(error)}"
         raise InputError(message, details=details) from error

@@ -87,7 +87,7 @@ def unsupported_kind(data: bytes) -> UnsupportedKind | None:
 def _is_heic(data: bytes) -> bool:
     """Whether an ISO image is HEIC, not AVIF.
 
-    Both can have the major brand `mif1`; then the compatible brands decide.
+    HEIC and AVIF files can both have the major brand `mif1`. Then the compatible brands decide.
     """
     brands = data[8 : int.from_bytes(data[:4], "big")][:256]
     return not any(brand in brands for brand in _AVIF)

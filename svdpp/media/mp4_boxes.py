@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that change how players show it, but that ffmpeg ignores: crop, stereo, etc."""
+"""Boxes of an mp4 that change how players show it, but that ffmpeg ignores, such as a crop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from svdpp.media.ffmpeg import MediaFailure
 
-# Boxes of a video's sample entry that are allowed: they have no effect on players, or an effect
-# that `read_streams` compares.
+# Boxes of a video's sample entry that are not compared here: they have no effect on players, or an
+# effect that `stream_differences` compares.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
 # Number of bytes before the boxes in a video's sample entry, and before the entries in `stsd`.
@@ -37,7 +37,7 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
 
 
 def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
-    """Return the kinds of boxes in the sample entries of all videos, and their `colr` boxes."""
+    """Return the kinds of boxes in all videos' sample entries, and the contents of `colr` boxes."""
     kinds, colours = set[str](), set[bytes]()
     with path.open("rb") as file:
         file.seek(0, 2)
@@ -75,7 +75,7 @@ def _boxes(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[str, int, int
             size, start = int.from_bytes(header[8:16]), begin + 16
         stop = end if size == 0 else begin + size
         if not start <= stop <= end:
-            return  # the bytes after the last whole box are not a box
+            return  # the remaining bytes are not a whole box
         yield header[4:8].decode("latin-1"), start, stop
         begin = stop
     raise MediaFailure("the mp4 has too many boxes")

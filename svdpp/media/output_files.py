@@ -47,7 +47,8 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
         path = Path(os.path.realpath(name))  # symbolic links are followed, as by open()
         path.parent.mkdir(parents=True, exist_ok=True)
         _check_place(path, files)
-        # A short name, because the output's name may already have the maximum length.
+        # The temporary name is short, because the output's name may already have the maximum
+        # length.
         temporary = path.with_name(_hidden_name() + suffix)
         lock = _make_locked(temporary, is_folder=files is not None)
         yield temporary
@@ -70,7 +71,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
-    """Lock a folder, or one clip in it, during the block, against processes on all hosts.
+    """Lock a folder, or one clip in it, against all hosts' processes during the `with` block.
 
     A missing folder is created, and removed at the end if it is empty.
 
@@ -98,7 +99,7 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
             yield why_not
     finally:
         if is_new:
-            with contextlib.suppress(OSError):  # raised if the folder is not empty
+            with contextlib.suppress(OSError):  # an OSError means that the folder is not empty
                 folder.rmdir()
 
 
@@ -108,7 +109,8 @@ def remove_abandoned(folder: Path) -> None:
     Unfinished files of other hosts stay, because this host may not see the locks of their writers.
     """
     for path in folder.glob(f".svdpp-{_host()}-*"):
-        # Not possible while a writer has its lock on the file, or without permission.
+        # An OSError means that the file's writer still runs and holds the lock, or that permission
+        # is missing.
         with contextlib.suppress(OSError):
             _remove_if_abandoned(path)
 
@@ -124,7 +126,7 @@ def write_json(path: Path, record: Mapping[str, object]) -> None:
 
 def json_text(record: Mapping[str, object]) -> str:
     """Return `record` as indented JSON, as `write_json` writes it."""
-    # `json.dumps` would need more memory, for a list of all pieces of a long manifest.
+    # `json.dumps` would need more memory: it makes a list of all pieces of the text.
     text = io.StringIO()
     json.dump(dict(record), text, indent=2, allow_nan=False)
     text.write("\n")
@@ -142,11 +144,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a folder with its contents, and ignore errors."""
+    """Remove a file, or a folder with its contents; ignore errors."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        # The caller reports the error because of which the file is removed.
+        # Errors are ignored, because the caller already reports the error because of which it
+        # removes the file.
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -199,13 +202,13 @@ def fsync(path: Path) -> None:
 
 
 def error_reason(error: BaseException) -> str:
-    """Return the reason in an error: `strerror`, or the error's text, or its type's name."""
+    """Return the reason for an error, for messages: `strerror`, the error's text, or its type."""
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Make files that the block or its child processes create accessible to this user only."""
+    """Restrict files that the `with` block and its child processes create to this user."""
     before = os.umask(0o077)
     try:
         yield
@@ -215,7 +218,7 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def disk_errors(text: str) -> Iterator[None]:
-    """Turn an OSError of the block into an `OutputError`.
+    """Turn an OSError in the `with` block into an `OutputError`.
 
     Args:
         text: Beginning of the message; the reason follows.
@@ -233,7 +236,7 @@ def disk_errors(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
-    """Lock a file during the block; yield "", or the reason why locking is not possible."""
+    """Lock a file during the `with` block; yield "", or the reason why locking is not possible."""
     descriptor, why_not = _open_locked(path, fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX)
     try:
         yield why_not
@@ -308,8 +311,8 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
             descriptor = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             continue
-        # Without the lock the file is still safe: on such a file system, `remove_abandoned` cannot
-        # lock files either, and removes none.
+        # On a file system that cannot lock, the file is safe without a lock: `remove_abandoned`
+        # cannot lock files there either, and removes none.
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         if path.exists():
@@ -318,7 +321,7 @@ def _make_locked(path: Path, *, is_folder: bool) -> int:
 
 
 def _remove_if_abandoned(path: Path) -> None:
-    # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -12,7 +12,8 @@ from svdpp.config.limits import read_small_file
 from svdpp.config.pipeline import check_prompt
 from svdpp.errors import InputError, RequestError
 
-# Byte order mark. It is invisible in a text, but tokenizers turn it into tokens.
+# Byte order mark, which is removed from prompts: it is invisible, but tokenizers turn it into
+# tokens.
 _MARK = "\ufeff"
 # Maximum number of characters of a prompt that a clip's file name contains.
 _NAME_CHARACTERS = 48

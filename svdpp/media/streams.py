@@ -112,7 +112,8 @@ def read_streams(path: Path) -> list[Stream]:
             name, index, above, below = match[1], int(match[2]), int(match[3]), int(match[4])
             if name == "tb":
                 units[index] = Fraction(above, below)
-            elif above and below:  # 0/1 means unknown; players then assume 1/1
+            # A ratio of 0/1 means unknown; players then assume 1/1, which is the default here.
+            elif above and below:
                 streams[index] = replace(streams[index], pixel_aspect=Fraction(above, below))
         elif match := _PACKET.match(line):
             index, unit = int(match[1]), units[int(match[1])]

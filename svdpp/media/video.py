@@ -154,11 +154,11 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 
 
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
-    """Compare how a player shows two files, apart from their pixels and samples.
+    """Compare properties of two files that change how players show them, but no pixels or samples.
 
-    Of an mp4, the streams are compared: number, kind, codec, pixel aspect, colours, rotation,
-    times, and default streams. Of a gif or webp, the durations, loop, orientation, transparency and
-    further content are compared.
+    For an mp4, the streams are compared: number, kind, codec, pixel aspect, colours, rotation,
+    times, and default streams. For a gif or webp, the durations, loop, orientation, transparency
+    and further content are compared.
 
     Args:
         ours: File to check.
@@ -220,7 +220,7 @@ def folder_faults(folder: Path) -> list[str]:
     """
     with _reading(folder, "frames"):
         names = sorted(each.name for each in folder.iterdir() if _FRAME_NAME.fullmatch(each.name))
-        faults = dict[str, str]()  # name of the first file with each fault, by fault
+        faults = dict[str, str]()  # for each fault, the name of the first file that has it
         for name in names:
             with Image.open(folder / name, formats=["PNG"]) as image:
                 for fault in _png_faults(image):
@@ -331,7 +331,7 @@ def file_sha256(path: Path) -> str:
 
 
 def _sha256_of(path: Path) -> str:
-    # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
+    # Without O_NONBLOCK, opening a named pipe would wait for a writer.
     with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise MediaFailure(f"{path.name!r} is not a regular file")
@@ -369,7 +369,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) -> None:
-    """Check the shape of the written clip: ffmpeg and disks can lose frames without an error."""
+    """Check that a written clip has all frames: ffmpeg and disks can lose some without an error."""
     if format in ("mp4", "frames"):
         shape = read_frames(path, format).shape
     else:
@@ -451,7 +451,8 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription] = text
     extra = {"comment": text.encode()} if format == "gif" else {"exif": exif, "quality": 90}
-    # Encoded in memory, because Pillow's error does not tell that the disk is full.
+    # The clip is encoded in memory and then written, because Pillow's errors do not tell that the
+    # disk is full.
     buffer = io.BytesIO()
     first.save(
         buffer,
@@ -491,7 +492,7 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
 
 
 def _stacked(images: Iterable[Image.Image]) -> Frames:
-    """Decode and stack frames to (F, H, W, 3); the size of each is checked before it is decoded."""
+    """Decode frames and stack them to (F, H, W, 3), after a check of each frame's size."""
     frames: list[Frames] = []
     for image in images:
         _check_size(len(frames) + 1, image.height, image.width)

@@ -33,7 +33,7 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Replace failed comparisons of hashes by comparisons of tensors, where tensors are available.
+    """Where tensors are available, compare them in place of hashes that differ.
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -66,20 +66,20 @@ def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make clips again with a pair of ranks; return the error if this fails, otherwise None."""
+    """Make clips again with a pair of ranks. Return the error if this fails, otherwise None."""
     if not tasks:
         return None
     config = tasks[0].pair_config
     assert config is not None
     try:
         run_pipelined(config, [task.request for task in tasks], folder)
-    except SvdppError as error:  # for example, this machine has only one GPU
+    except SvdppError as error:  # for example, this machine has only one GPU, and a pair needs two
         return error
     return None
 
 
 class _StoredTensors:
-    """Those tensors of a finished clip that are available.
+    """Tensors of a finished clip: frames from disk, and all tensors if the clip was made again.
 
     Args:
         clip: Finished clip.
@@ -141,7 +141,7 @@ def _measure_check(
 
 
 def _mark_latent_unknown(result: ClipVerification) -> None:
-    """Set the verdict on the latent to unknown if only the frames could be compared."""
+    """Set the check of the latent to unknown if only the clip's frames could be compared."""
     by_name = {check.what: check for check in result.checks}
     latent, frames = by_name["latent"], by_name["frames"]
     if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:

@@ -65,7 +65,8 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        if _is_of_run(path):  # a pattern such as out/* includes these files
+        # a pattern such as out/* also matches the files of a run, which are skipped
+        if _is_of_run(path):
             continue
         if _has_frames_json(path):
             found.append(_preferred_path(path))
@@ -130,7 +131,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            image = None  # the path of a file is meant for the image
+            image = None  # a path of a file is only for the image, so other inputs are searched for
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
         hint = "`image` PATH names the file"
@@ -193,7 +194,7 @@ def _clips_in(folder: Path) -> list[Path]:
 
 
 def _preferred_path(path: Path) -> Path:
-    """Return the path of the clip's JSON if it exists, so that both names give one clip."""
+    """Return the path of the clip's JSON if it exists, so that the clip counts only once."""
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
@@ -207,7 +208,8 @@ def _preferred_path(path: Path) -> Path:
 
 
 def _is_frames_folder(path: Path) -> bool:
-    return os.path.isfile(path / _FIRST_FRAME)  # Path.is_file raises if a name is too long
+    # `os.path.isfile` is used, because `Path.is_file` raises an error if a name is too long
+    return os.path.isfile(path / _FIRST_FRAME)
 
 
 def _has_frames_json(path: Path) -> bool:
@@ -241,7 +243,7 @@ _SIMILAR_SOUND = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCheck:
-    """Check of one part of a finished clip."""
+    """Result of the check of one part of a finished clip: latent, frames, sound or file."""
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
@@ -252,7 +254,8 @@ class ClipCheck:
     found: str | None
     """SHA-256 of the recomputed tensor, or of the clip's file; None if the file is missing."""
     detail: str = ""
-    """Description of the clip's faults, or of the comparison if there are no faults."""
+    """Description of the faults that the check has found, or of the comparison if there are
+    none."""
     within: bool = False
     """Whether the check passes because of the tolerance, although bits differ."""
     max_abs_diff: float | None = None
@@ -367,7 +370,7 @@ def _sound_alike(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Distance:
-    """Distance between the pixels of two videos."""
+    """Measures of the difference between the pixels of two videos."""
 
     psnr_db: float
     """PSNR of all frames together, in dB."""

@@ -19,8 +19,8 @@ class VerificationTask:
     config: PipelineConfig
     request: ClipRequest
     pair_config: PipelineConfig | None = None
-    """Configuration of two ranks that divide each batch, by which the clip was made. None: the clip
-    was made without dividing batches."""
+    """Configuration with which the clip was made, if two ranks divided each batch of the denoiser.
+    None: no batch was divided."""
 
     @property
     def num_steps(self) -> int:
@@ -41,7 +41,7 @@ class ClipVerification:
 
     @property
     def different(self) -> list[ClipCheck]:
-        """Checks that have failed."""
+        """Checks that have failed; empty if the clip equals the reference."""
         return [check for check in self.checks if check.equal is False]
 
     @property

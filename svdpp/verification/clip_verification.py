@@ -102,7 +102,8 @@ def verify_clips(
             `clip_distance`.
 
     Returns:
-        Result for each clip. If an error ends the work, it is the error of all remaining clips.
+        Result for each clip. If an error ends the work, all remaining clips get this error as their
+        result.
     """
     results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
@@ -136,7 +137,8 @@ def verify_clips(
         for index, check in files.items():
             try:
                 results[index].checks.append(check.result())
-            except SvdppError as error:  # for example, this machine has no ffmpeg
+            # the check of a file fails if this machine has no ffmpeg, for example
+            except SvdppError as error:
                 results[index].error = error
         if not tolerance.is_bitwise:
             measure_distances(tasks, results, TensorStore(folder), tolerance)

@@ -104,7 +104,7 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
 
 class _Recorder:
-    """Callbacks of the reference, which report times as a rank does, and keep tensors.
+    """Callbacks for the reference that report times, as a rank does, and keep tensors.
 
     Tensors are kept in host memory and written to a folder. Without a folder, no tensors are kept.
     """
@@ -254,7 +254,8 @@ class Reference:
                 patches.enter_context(hooked(pipe.scheduler, steps, {"step": "step"}))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
-            # As after diffusers' own `set_attention_backend`, which also sets the default.
+            # The backend becomes the default of the process, as it does in diffusers' own
+            # `set_attention_backend`.
             patches.enter_context(as_process_default(self._attention_backend))
             output = pipe(**arguments, **callback, output_type="pil")
         if spec.modular is None:
@@ -268,7 +269,7 @@ class Reference:
 
 
 def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load a pipeline with a `__call__` of its own, as a user of diffusers does."""
+    """Load a pipeline that is not modular, as a user of diffusers does."""
     dtype = model.dtype
     dtypes = {
         part: component_dtype(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
@@ -310,8 +311,8 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
             use_safetensors=dict.fromkeys(weighted, True),
             local_files_only=True,
         )
-    # As in `text_processors`, and because transformers lacks some of these classes without
-    # torchvision.
+    # The processors are loaded as on a rank, because transformers lacks some of their classes
+    # without torchvision.
     processors = {
         part: load_processor(checkpoint, part, component_class(part, name))
         for part, name in checkpoint.classes
@@ -347,7 +348,7 @@ class _StepObserver:
         self._outputs: list[Any] = []
 
     def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a wrapper of a denoiser's `forward`; its first call ends the encode."""
+        """Wrap a denoiser's `forward`; the first call of the wrapper ends the encode."""
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -368,7 +369,7 @@ class _StepObserver:
         return self  # a pipeline may copy its scheduler
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`. The first call after those of the denoisers ends a step."""
+        """Call `scheduler.step`. Its first call after the denoisers' calls ends a step."""
         result = real(*args, **kwargs)
         if self._has_evaluated:
             self.end(None, 0, None, {LATENTS: step_latent(result)})

@@ -1,4 +1,4 @@
-"""`ReferenceSetup`: what the parent sends to the reference process; imports no diffusers."""
+"""`ReferenceSetup`: data that the parent sends to the reference process; imports no diffusers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class CheckLocation(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Comparison of one tensor of the pipelined run with the reference's tensor."""
+    """Result of comparing one tensor of the pipelined run with the reference's tensor."""
 
     clip: int
     what: TensorKind
@@ -287,15 +287,15 @@ def _beyond(
     tolerance: Tolerance,
     scale: int = 1,
 ) -> torch.Tensor:
-    """Return a bool mask of the elements that differ by more than the tolerance."""
-    if tolerance.is_bitwise:  # without a tolerance, -0 and 0 differ too
+    """Return a bool mask of the elements whose difference is larger than the tolerance."""
+    if tolerance.is_bitwise:  # without a tolerance all bits must be equal, so -0 and 0 differ
         return differs
     allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
     return differs & (~(difference <= allowed) | difference.isinf())
 
 
 def _first_index(differs: torch.Tensor) -> tuple[int, ...]:
-    # `nonzero` would need 8 bytes per element and dimension.
+    # `argmax` is used, because `nonzero` would need 8 bytes for each element and dimension.
     first = differs.flatten().byte().argmax()
     return tuple(map(int, torch.unravel_index(first, differs.shape)))
 
@@ -314,7 +314,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Map each element to an integer so that the difference of two integers is a number of ULPs.
+    """Map floats to integers whose differences are numbers of ULPs (units in the last place).
 
     The integers have the order of the floats: negative floats become negative integers; see Bruce
     Dawson, "Comparing Floating Point Numbers". Integers, such as pixels or audio samples, do not

@@ -157,7 +157,8 @@ def run_pipelined(
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
-    if pipeline.world is not None:  # this process was rank 0, and the reference needs the memory
+    # this process was rank 0 and still holds memory, which the reference needs
+    if pipeline.world is not None:
         reset_peak()
     return [result.metadata for result in results]
 
@@ -268,7 +269,8 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            if name in expected:  # if a pipeline copies its scheduler, only one copy is compared
+            # if a pipeline copies its scheduler, only one copy's tensors are compared
+            if name in expected:
                 yield self._compare("solver_history", tensor, expected[name], location)
 
     def _predictions(self, clip: int) -> Iterator[Check]:
@@ -297,9 +299,9 @@ class _Comparison:
 
 
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
-    """Return the first failed check in a list.
+    """Return a list with the first failed check.
 
-    If no check has failed, the first check with other bits is returned, or an empty list.
+    If no check has failed, the list has the first check in which bits differ, or is empty.
     """
     first = None
     for check in checks:

@@ -11,7 +11,7 @@ import typer
 
 from svdpp.errors import RequestError
 
-# Panels of the help, in their order.
+# Titles of the panels in the help, in their order.
 SERVICE = "Service"
 OUTPUT = "Output"
 VIDEO = "Video"
@@ -171,7 +171,8 @@ def with_aliases(options: list[str]) -> list[str]:
 
 
 def _path(text: str | Path) -> Path:
-    # Typer converts defaults too. Path("") would be the working folder.
+    # Empty texts are rejected here, because Path("") would be the working folder. Typer converts
+    # defaults, too.
     if text == "":
         raise typer.BadParameter("the path is empty")
     return Path(text)

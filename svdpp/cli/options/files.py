@@ -184,7 +184,7 @@ class PromptOptions:
 
     @property
     def uses_captions(self) -> bool:
-        """Whether the prompt of each image is in a file beside it."""
+        """Whether the prompt of each image is read from a text file beside the image."""
         return str(self.prompts) == SAME_STEM
 
     def _captions(self, images: Sequence[MediaFile | None]) -> list[str]:
@@ -478,7 +478,7 @@ class TraceOptions:
 
     @contextlib.contextmanager
     def of(self, pipeline: Pipeline) -> Iterator[None]:
-        """Write the trace of a pipeline during the block, and complete it, also after a failure.
+        """Write the trace of a pipeline during the `with` block; complete it even after a failure.
 
         Args:
             pipeline: Pipeline, whose own block must be inside this one.
@@ -502,7 +502,7 @@ class TraceOptions:
         try:
             yield
         except BaseException:
-            # An error of the run is more important than a trace that cannot be written.
+            # The error of the run is reported, and not that the trace cannot be written.
             with contextlib.suppress(OutputError):
                 file.close()
             raise

@@ -228,7 +228,7 @@ class ModelOptions:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the model is the dummy, which has no weights."""
+        """Whether the model is the dummy model, which has no weights."""
         return self.model == DUMMY_MODEL
 
     @property
@@ -387,7 +387,7 @@ def parse_seeds(text: str) -> list[int]:
     Raises:
         RequestError: The text is not a list of seeds and ranges, or has too many seeds.
     """
-    seeds: dict[int, None] = {}  # a dictionary serves as an ordered set
+    seeds: dict[int, None] = {}  # a dictionary is used as an ordered set
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:

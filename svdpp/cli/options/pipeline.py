@@ -261,7 +261,7 @@ class PipelineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLayout(PipelineOptions):
-    """Pipeline options without those of the layout, for commands in which all ranks do the same."""
+    """Pipeline options without layout options, for commands in which all ranks do the same."""
 
     layout: LayoutName | None = None
     parallel: Mapping[str, Any] = field(default_factory=dict)
