@@ -274,7 +274,7 @@ def plan(
     num_clips = options.num_clips(world_size)
     request = replace(request, num_clips=num_clips, memory_gib=options.limits(world_size))
     if options.compare:
-        counts = {**request.counts, "pairs": request.pairs}
+        counts = {**request.forecast_arguments, "pairs": request.allows_pairs}
         rows = compare_layouts(**counts)
         about = {name: counts[name] for name in ("num_steps", "world_size")}
         about |= {"clips": num_clips, "layouts": [*map(_row_json, rows)]}

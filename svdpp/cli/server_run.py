@@ -345,11 +345,13 @@ class _ServerRun:
                     )
                 )
             except (Interrupted, SvdppError) as error:
-                error.hint = "; ".join(filter(None, [error.hint, self._way_on(run, len(made))]))
+                error.hint = "; ".join(
+                    filter(None, [error.hint, self._advice_to_continue(run, len(made))])
+                )
                 raise
         self.console.info(progress.summary_line)
 
-    def _way_on(self, run: BatchRun, num_made: int) -> str:
+    def _advice_to_continue(self, run: BatchRun, num_made: int) -> str:
         """Return advice on how to go on if the command ends before the server has all clips."""
         if not run.batch_ids:
             return ""
@@ -374,7 +376,7 @@ class _ServerRun:
                 finished.append({**{name: metadata[name] for name in names}, "state": "done"})
                 rows.append(table.row_of_clip(index, clip.job, metadata, "done"))
                 continue
-            metadata = _requested(clip)
+            metadata = _known_metadata(clip)
             entries.append({name: metadata[name] for name in names if name in metadata})
             indices.append(index)
             rows.append(table.row_of_clip(index, clip.job, metadata, "pending"))
@@ -391,7 +393,7 @@ class _ServerRun:
         return RunManifest(self.policy.manifest, about, entries, finished, table, indices)
 
 
-def _requested(clip: ServerClip) -> dict[str, Any]:
+def _known_metadata(clip: ServerClip) -> dict[str, Any]:
     """Return the metadata of a clip that are known before the server has made the clip."""
     job, sampling = clip.job, clip.job.sampling
     assert sampling is not None

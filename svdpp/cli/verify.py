@@ -263,10 +263,10 @@ def _verify_clips(
         schedule = tasks[0].config.layout.schedule(len(tasks))
         with Progress(console, "verify", schedule, labels=names) as progress:
             proofs += verify_clips(tasks, observers=(progress,), tolerance=tolerance)
-    _show_proofs(console, sorted(proofs, key=lambda proof: proof.path))
+    _show_results(console, sorted(proofs, key=lambda proof: proof.path))
 
 
-def _show_proofs(console: Console, proofs: Sequence[ClipVerification]) -> None:
+def _show_results(console: Console, proofs: Sequence[ClipVerification]) -> None:
     """Print all checks of a single clip, or a line for each of several clips.
 
     Raises:

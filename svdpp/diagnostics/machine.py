@@ -255,7 +255,7 @@ def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
                 yield from found
 
 
-def _devices(config: PipelineConfig, _: Path) -> str:
+def _check_devices(config: PipelineConfig, _: Path) -> str:
     process_group.check_devices(config.device, config.world_size)
     backend = process_group.choose_backend(config.device, config.world_size)
     ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
@@ -263,7 +263,7 @@ def _devices(config: PipelineConfig, _: Path) -> str:
     return f"{ranks} on {config.device}, {threads} each, over {backend}"
 
 
-def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
+def _check_ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
     """Encode a short clip by `write_clip`, which reads the clip back and compares the shape."""
     find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
@@ -275,7 +275,7 @@ def _ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
     return f"{_FRAMES} frames encoded and read back, {size} bytes"
 
 
-def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
+def _check_output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
     output_files.check_writable(folder)
     existing = folder.absolute()
     while not existing.exists():
@@ -290,7 +290,7 @@ def _output_folder(config: PipelineConfig, folder: Path) -> str:  # noqa: ARG001
     return f"{str(folder)!r} can be written, {free / _GIB:.1f} GiB free"
 
 
-def _model(config: PipelineConfig, _: Path) -> str:
+def _check_model(config: PipelineConfig, _: Path) -> str:
     checkpoint = resolve_config(config)[1]
     if checkpoint is None:
         raise _Skipped("the dummy model has no files")
@@ -299,7 +299,7 @@ def _model(config: PipelineConfig, _: Path) -> str:
     return f"{checkpoint.name}: {num_weights} weights complete, safetensors, no code, no pickle"
 
 
-def _memory(config: PipelineConfig, _: Path) -> str:
+def _check_memory(config: PipelineConfig, _: Path) -> str:
     """Check that the estimated memory of each rank fits in the free memory of its device."""
     needed = estimate_ranks(*resolve_config(config, weights="none"))
     if config.device == "cuda":
@@ -318,7 +318,7 @@ def _memory(config: PipelineConfig, _: Path) -> str:
     return text
 
 
-def _transfers(config: PipelineConfig, _: Path) -> str:
+def _check_transfers(config: PipelineConfig, _: Path) -> str:
     """Check transfers: make clips of the dummy model, whose packets have checksums."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
@@ -338,7 +338,7 @@ def _transfers(config: PipelineConfig, _: Path) -> str:
     return f"checksums agree, at worst {ends}: {megabytes:.3f} MB in {1000 * seconds:.2f} ms"
 
 
-def _cut_test(config: PipelineConfig, _: Path) -> str:
+def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
     """Check that a clip of the demo model, with one step on each rank, equals that of diffusers."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
@@ -361,7 +361,7 @@ def _cut_test(config: PipelineConfig, _: Path) -> str:
     return f"the demo model on {_STEPS} ranks has the bits of diffusers ({config.model.dtype})"
 
 
-def _attention(config: PipelineConfig, _: Path) -> list[Check]:
+def _check_attention(config: PipelineConfig, _: Path) -> list[Check]:
     """Return the result of a check for each attention backend that runs on the device."""
     return [_check_of_backend(found) for found in try_backends(config)]
 
@@ -395,14 +395,14 @@ def _check_of_backend(found: BackendTrial) -> Check:
 
 #: Checks by name: the function, and the names of checks that must have passed before.
 _CHECKS: dict[str, tuple[Callable[[PipelineConfig, Path], str | list[Check]], tuple[str, ...]]] = {
-    "devices": (_devices, ()),
-    "ffmpeg": (_ffmpeg, ()),
-    "output folder": (_output_folder, ()),
-    "model": (_model, ()),
-    "memory": (_memory, ("devices", "model")),
-    "transfers": (_transfers, ("devices",)),
-    "attention": (_attention, ("devices",)),
-    "cut test": (_cut_test, ("devices",)),
+    "devices": (_check_devices, ()),
+    "ffmpeg": (_check_ffmpeg, ()),
+    "output folder": (_check_output_folder, ()),
+    "model": (_check_model, ()),
+    "memory": (_check_memory, ("devices", "model")),
+    "transfers": (_check_transfers, ("devices",)),
+    "attention": (_check_attention, ("devices",)),
+    "cut test": (_check_demo_clip, ("devices",)),
 }
 
 #: Hints by the name of a check, for errors that have no hint of their own.

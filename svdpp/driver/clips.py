@@ -146,7 +146,7 @@ class ClipHandle(Future[ClipResult]):
         """
         self._owner.check_may_wait(self)
         result = super().result(timeout)
-        self._owner.take(self)
+        self._owner.forget_result(self)
         return result
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
@@ -321,7 +321,7 @@ class ClipTracker:
         for handle in self._unfinished:
             handle.set_exception(reraisable(error))
 
-    def take(self, handle: ClipHandle) -> None:
+    def forget_result(self, handle: ClipHandle) -> None:
         """Forget a clip's result, because its handle has returned it: `results` skips it."""
         with self._changed:
             self._finished.pop(handle.clip, None)

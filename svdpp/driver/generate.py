@@ -27,7 +27,7 @@ from svdpp.driver.request import PipelineRequest, default_dtype, find_device
 from svdpp.driver.resolve import resolve_config
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import PlannedClip, RunPlan, submit_and_collect
-from svdpp.driver.sources import ClipSource, SourceReader, place_of
+from svdpp.driver.sources import ClipSource, SourceReader, input_label
 from svdpp.errors import RequestError, SvdppError, worst_of
 from svdpp.launch import process_lifetime
 from svdpp.launch.fork_server import start_fork_server_early
@@ -154,7 +154,7 @@ def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Chec
     """Check the clips against the model's configs, before any weights are loaded."""
     resolved, _ = resolve_config(config, weights="none", checkpoint=checkpoint)
     for job, error in find_refused_jobs(jobs, resolved, checkpoint):
-        place = "" if job.line is None else f"{place_of(job.line)}: "
+        place = "" if job.line is None else f"{input_label(job.line)}: "
         details = {**error.details, "line": job.line}
         raise RequestError(f"{place}{error.message}", error.hint, details=details)
 

@@ -68,12 +68,12 @@ class JobFile:
             details: Numbers in the message, by name.
         """
         return RequestError(
-            f"{self.place(line, field)}: {message}",
+            f"{self.line_label(line, field)}: {message}",
             hint,
             details={**details, "file": self.name, "line": line, "field": field},
         )
 
-    def place(self, line: int, field: str | None = None) -> str:
+    def line_label(self, line: int, field: str | None = None) -> str:
         """Return the name of a line, or of a field in a line, for messages."""
         return f"{self.name}, line {line}" + ("" if field is None else f", {field}")
 

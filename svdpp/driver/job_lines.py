@@ -373,7 +373,7 @@ class LineReader:
         file = self._files[key]
         if isinstance(file, MediaFile):
             return file
-        place = self.file.place(self._line, name)
+        place = self.file.line_label(self._line, name)
         details = {"file": self.file.name, "line": self._line, "field": name}
         self._errors.append(
             InputError(f"{place}: {file.message}", file.hint, details={**file.details, **details})

@@ -213,13 +213,13 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
     return replace(
         request,
         model=replace(request.model, clip_loras=loras_of(jobs)),
-        sampling=max(samplings, key=_work),
+        sampling=max(samplings, key=_size_key),
         num_clips=len(jobs),
         steps_vary=len(own_steps) > 1,
     )
 
 
-def _work(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
+def _size_key(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
     """Return a sort key for clips: by the model parts that a clip needs, then by its memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image

@@ -408,7 +408,7 @@ class PipelineRequest:
         return with_hosts_of(costs, self.launched)
 
     @cached_property
-    def pairs(self) -> bool:
+    def allows_pairs(self) -> bool:
         """Whether `auto` may choose pairs of ranks, because pairs do not change the bits."""
         # Models with two experts call the denoiser once for each branch, never with a batch of two.
         if self.expert_boundary is not None:
@@ -422,7 +422,7 @@ class PipelineRequest:
         return bool(is_in_calls and sampling.uses_guidance)
 
     @cached_property
-    def counts(self) -> dict[str, Any]:
+    def forecast_arguments(self) -> dict[str, Any]:
         """Arguments of `choose_layout` and `compare_layouts`, except the layout itself.
 
         Raises:
@@ -451,7 +451,7 @@ class PipelineRequest:
             "world_size": world_size,
             "num_clips": clips,
             "memory_gib": limits,
-            "pairs": may_pair and self.pairs,
+            "pairs": may_pair and self.allows_pairs,
             "minimize_latency": self.serves or clips < world_size,
         }
 
@@ -488,7 +488,7 @@ class PipelineRequest:
         elif self.layout != "auto":
             fixed = {"data_parallel_size": 1, **self._overrides(self._given)}
         return choose_layout(
-            **self.counts,
+            **self.forecast_arguments,
             cfg_parallel_size=self._pair_size,
             fixed=fixed,
             decodes=self._decodes,

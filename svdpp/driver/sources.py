@@ -160,7 +160,7 @@ class SourceReader:
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
-        wrong = f"{place_of(index)} must be a path, an image of PIL or a dict, got {kind}"
+        wrong = f"{input_label(index)} must be a path, an image of PIL or a dict, got {kind}"
         require(isinstance(image, Image.Image), wrong, index=index)
         if id(image) not in self._saved:
             name = Path(getattr(image, "filename", "") or "image").stem
@@ -192,11 +192,11 @@ class _Dicts(JobFile):
     def lines(self) -> Iterator[JobLine]:
         return (JobLine(number, fields) for number, fields in enumerate(self.clips))
 
-    def place(self, line: int, field: str | None = None) -> str:
-        return place_of(line) + ("" if field is None else f", {field}")
+    def line_label(self, line: int, field: str | None = None) -> str:
+        return input_label(line) + ("" if field is None else f", {field}")
 
 
-def place_of(index: int) -> str:
+def input_label(index: int) -> str:
     """Return the name of an input in messages, such as "inputs[0]"."""
     return f"inputs[{index}]"
 
@@ -229,7 +229,7 @@ def _as_png(image: Image.Image, index: int) -> Image.Image:
     """
     if image.mode in ("F", "I"):
         raise InputError(
-            f"{place_of(index)} has 32-bit grey levels, for which white is not defined",
+            f"{input_label(index)} has 32-bit grey levels, for which white is not defined",
             "convert the image to mode L",
             details={"index": index, "bits": 32},
         )

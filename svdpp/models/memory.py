@@ -374,7 +374,7 @@ class _FakeModel:
         peak, flops, result = self._known[key]
         self.flops += flops
         self._tracker.peak = max(self._tracker.peak, self._tracker.current + peak)
-        return tree_map(partial(_on, "cpu"), result)
+        return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
         """Return peak bytes, FLOPs, and result (on the meta device) of a call on fake tensors."""
@@ -397,7 +397,7 @@ class _FakeModel:
                 return (
                     tracker.peak_above_start,
                     counter.total,
-                    tree_map(partial(_on, "meta"), result),
+                    tree_map(partial(_zeros_on, "meta"), result),
                 )
         finally:
             self._inside = False
@@ -468,7 +468,7 @@ class _RepeatedTiles:
         return peak - self._base, self._counter.total - flops, result.shape, result.dtype
 
 
-def _on(device: str, value: Any) -> Any:
+def _zeros_on(device: str, value: Any) -> Any:
     """Replace a tensor by zeros on a device; keep plain values; return None for other objects."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)

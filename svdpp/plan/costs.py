@@ -117,7 +117,7 @@ class CostModel:
             other: Second rank of the pair; below 0: `rank` runs the step alone.
         """
         if other < 0:
-            return _on(self.step_seconds, rank)
+            return _value_on(self.step_seconds, rank)
         return max(self.step_on(rank), self.step_on(other)) / 2 + self.transfer(rank, other)
 
     def encode_on(self, rank: int) -> float:
@@ -126,7 +126,7 @@ class CostModel:
         Args:
             rank: Rank that encodes.
         """
-        return _on(self.encode_seconds, rank)
+        return _value_on(self.encode_seconds, rank)
 
     def decode_on(self, rank: int) -> float:
         """Return the seconds of the decode of all frames of one clip on a rank.
@@ -134,7 +134,7 @@ class CostModel:
         Args:
             rank: Rank that decodes.
         """
-        return _on(self.decode_seconds, rank)
+        return _value_on(self.decode_seconds, rank)
 
     def action_seconds(self, action: Action, rank: int) -> float:
         """Return the seconds for which an action keeps a rank's device busy; 0 for transfers.
@@ -336,7 +336,7 @@ class MemoryEstimate(NamedTuple):
         }
 
 
-def _on(value: PerRank, rank: int) -> float:
+def _value_on(value: PerRank, rank: int) -> float:
     return value[rank] if isinstance(value, tuple) else value
 
 

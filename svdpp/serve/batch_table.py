@@ -232,7 +232,7 @@ class BatchTable:
         with self._backend.transaction(advisory_lock="add") as connection:
             query = f"{_SELECT} WHERE owner = ? AND idempotency_key = ?"
             for row in connection.execute(query, (batch.owner, batch.idempotency_key)).fetchall():
-                return same_batch(_batch_of(row), batch)
+                return check_same_batch(_batch_of(row), batch)
             rows = connection.execute(_OPEN_LINES.format("batch_id IS NOT NULL")).fetchall()
             total = int(sum(number for _, number in rows))
             if total + batch.total > max_open:
@@ -403,7 +403,7 @@ class BatchTable:
         return [_batch_of(row) for row in self._backend.fetch_all(f"{_SELECT} {tail}", *values)]
 
 
-def same_batch(existing: Batch, batch: Batch) -> Batch:
+def check_same_batch(existing: Batch, batch: Batch) -> Batch:
     """Check that a new batch equals the existing one with its idempotency key; return the latter.
 
     Args:

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from svdpp.errors import OutputError, SvdppError, describe_fault, error_from_dict
 from svdpp.serve.auth import Owner
-from svdpp.serve.batch_table import Batch, BatchFile, BatchState, BatchTable, same_batch
+from svdpp.serve.batch_table import Batch, BatchFile, BatchState, BatchTable, check_same_batch
 from svdpp.serve.clock import ClockError, SteadyClock, uptime
 from svdpp.serve.job import Job, JobState
 from svdpp.serve.middleware import MAX_JSON_BYTES
@@ -324,7 +324,7 @@ class Batches:
         stored = batch
         try:
             if known is not None:
-                stored = same_batch(known, batch)
+                stored = check_same_batch(known, batch)
             else:
                 stored = self.table.add(batch, MAX_OPEN_LINES, owner.max_open)
         except QueueFullError as error:

@@ -267,7 +267,7 @@ class JobQueue:
             for row in connection.execute(
                 find_existing, (job.owner, job.idempotency_key)
             ).fetchall():
-                return _same_request(job_from_row(row), job)
+                return _check_same_request(job_from_row(row), job)
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
                 raise OutputError("the server was stopped for too long during a request")
@@ -734,7 +734,7 @@ class JobQueue:
         return list(self._read(rows))
 
 
-def _same_request(existing: Job, job: Job) -> Job:
+def _check_same_request(existing: Job, job: Job) -> Job:
     """Return an existing job with the same idempotency key, after a check that the clips are equal.
 
     Raises:

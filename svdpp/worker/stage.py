@@ -211,7 +211,7 @@ class PipelineStage:
                 check_tensors(sent, self._expected(action, packet.tensors))
             except MismatchError as error:
                 why = f"has other tensors than the model needs: {error}".replace("sent", "found")
-                raise writer.folder.unfit(
+                raise writer.folder.unfit_error(
                     key, action.clip, action.start, name, why, **error.details
                 ) from error
 

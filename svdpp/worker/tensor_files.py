@@ -98,7 +98,7 @@ class LatentCheckpoints:
                 },
             ) from error
 
-    def unfit(
+    def unfit_error(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
         """Return the error for a packet that a clip cannot resume from, with a hint to remove it.
@@ -133,15 +133,15 @@ class LatentCheckpoints:
                 with other weights.
         """
         path = checkpoint_path(self._folder, key, step)
-        unfit = partial(self.unfit, key, clip, step, name)
+        unfit_error = partial(self.unfit_error, key, clip, step, name)
         if not path.exists():
-            raise unfit("is missing")
+            raise unfit_error("is missing")
         try:
             tensors, metadata = _read(path)
         except (OSError, SafetensorError, ValueError, KeyError) as error:
-            raise unfit(f"cannot be read: {output_files.error_reason(error)}") from error
+            raise unfit_error(f"cannot be read: {output_files.error_reason(error)}") from error
         if metadata["sha256"] != _sha256(tensors):
-            raise unfit("is damaged: the hash of its tensors is wrong")
+            raise unfit_error("is damaged: the hash of its tensors is wrong")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
             # `ATTENTION_REPEATS` is not compared: it is measured on each machine, so the values of
@@ -153,7 +153,7 @@ class LatentCheckpoints:
                 names = current.keys() & before.keys()
             for each in sorted(names):
                 if (was := before.get(each)) != (now := current.get(each)):
-                    raise unfit(
+                    raise unfit_error(
                         f"was written with another {each}: {was}, now {now}", before=was, now=now
                     )
         stays = metadata["in_host_memory"]

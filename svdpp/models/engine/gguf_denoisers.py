@@ -119,7 +119,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
             "use a file of the same model as the checkpoint",
             details={"tensor": name, "shape": list(shape), "config_shape": list(expected)},
         )
-    if hasattr(tensor, "quant_type") and not _is_read(module, name):
+    if hasattr(tensor, "quant_type") and not _can_be_quantised(module, name):
         kind = tensor.quant_type.name
         raise ModelError(
             f"{label}: {short_repr(name)} is of the type {kind}, which diffusers reads in linear "
@@ -129,7 +129,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
         )
 
 
-def _is_read(module: Any, name: str) -> bool:
+def _can_be_quantised(module: Any, name: str) -> bool:
     """Whether diffusers can read a quantised tensor for this weight: in linear or fp32 layers."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
