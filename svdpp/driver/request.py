@@ -418,8 +418,8 @@ class PipelineRequest:
         if self.model.is_dummy:
             return True
         checkpoint, sampling = self._checkpoint_and_sampling
-        is_in_calls = checkpoint is not None and checkpoint.spec.branches == "calls"
-        return bool(is_in_calls and sampling.uses_guidance)
+        is_exact = checkpoint is not None and checkpoint.spec.pairs_are_exact
+        return bool(is_exact and sampling.uses_guidance)
 
     @cached_property
     def forecast_arguments(self) -> dict[str, Any]:

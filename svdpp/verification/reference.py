@@ -49,6 +49,7 @@ from svdpp.models.engine.records import (
     scheduler_changes,
     snapshot_attributes,
     step_latent,
+    tensors_in,
 )
 from svdpp.models.files import library_errors
 from svdpp.plan.actions import Action, Kind
@@ -156,7 +157,7 @@ class _Recorder:
             store.keep(self._clip, f"step{step + 1}", on_host)
         for name, tensor in tensors.items() if self._setup.predictions else ():
             if name.startswith(PREDICTION):
-                branch = int(name.removeprefix(PREDICTION).partition(".")[0])
+                branch = int(name.removeprefix(PREDICTION))
                 on_host = {PREDICTION: self._on_host(tensor)}
                 store.keep(self._clip, f"step{step}_branch{branch}", on_host)
 
@@ -341,7 +342,7 @@ class _StepObserver:
     ) -> None:
         self._spec = spec
         self._pipe, self._before_steps, self._after_step = pipe, before_steps, after_step
-        self._keeps = spec.branches == "calls"
+        self._keeps = spec.pairs_are_exact
         self._count = 0
         self._has_begun = self._has_evaluated = False
         self._state: dict[str, Any] = {}
@@ -386,7 +387,8 @@ class _StepObserver:
         if self._spec.schedulers:
             packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
-            packer.pack(output, f"{PREDICTION}{branch}")
+            # Ranks keep the first tensor of what they receive, too.
+            packer.pack(tensors_in(output)[0], f"{PREDICTION}{branch}")
         self._outputs.clear()
         self._has_evaluated = False
         self.latent = values[LATENTS]

@@ -283,6 +283,8 @@ class _Comparison:
         steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
         for (first_rank, step), branch in itertools.product(steps, (0, 1)):
             name = f"step{step}_branch{branch}"
+            if branch == 1 and not self.theirs.has(clip, name):
+                continue  # the step has one evaluation: the guidance is off in it
             location = CheckLocation(clip, step, first_rank + branch)
             our, their = (store.load(clip, name)[PREDICTION] for store in (self.ours, self.theirs))
             yield replace(self._compare("prediction", our, their, location, axes), branch=branch)

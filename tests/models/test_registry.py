@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import queue
 import re
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from svdpp.comm.packet import TensorSpec, check_tensors
 from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.base import LATENTS, STRUCTURE, Tensors
+from svdpp.models.base import LATENTS, STRUCTURE, AfterStep, Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.factory import load_engine_model
@@ -30,6 +28,7 @@ from svdpp.plan.roles import Roles
 from svdpp.verification.reference import stack_frames
 from svdpp.worker.stage import expected_like
 from tests.support.family_case import SIZES, STEPS
+from tests.support.partners import Half, run_pair
 from tests.support.range_checks import (
     TinyModel,
     assert_equal,
@@ -234,37 +233,13 @@ def _structure(packet: Tensors) -> Any:
 # A pair of ranks, one for each branch of the guidance: the bits of one rank.
 
 
-class Half:
-    """A `Partner` in a thread; an end of two queues."""
-
-    def __init__(self, branch: int, own: queue.Queue[Any], other: queue.Queue[Any]) -> None:
-        self.branch, self._own, self._other = branch, own, other
-
-    def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        self._own.put((step, {name: tensor.clone() for name, tensor in evaluate().items()}))
-        theirs, tensors = self._other.get(timeout=60)
-        assert theirs == step
-        return tensors
-
-
-def pair_of(models: list[EngineModel], packet: Tensors, start: int, end: int) -> list[Tensors]:
+def pair_of(
+    models: list[EngineModel], packet: Tensors, start: int, end: int, kind: type[Half] = Half
+) -> list[Tensors]:
     """What both ranks of a pair, each in a thread, have after steps; the first error of one."""
-    ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
-    errors: list[Exception] = []
-
-    def side(branch: int) -> Any:
-        partner = Half(branch, ends[branch], ends[1 - branch])
-        try:
-            return models[branch].denoise(packet, start, end, nothing, partner)
-        except Exception as error:
-            errors.append(error)
-            ends[branch].put((-1, {}))  # ends the other one
-
-    with ThreadPoolExecutor(2) as pool:
-        results = [*pool.map(side, (0, 1))]
-    if errors:
-        raise errors[0]
-    return results
+    return run_pair(
+        lambda partner: models[partner.branch].denoise(packet, start, end, nothing, partner), kind
+    )
 
 
 PAIRED = [
@@ -315,11 +290,72 @@ def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str
 
     assert_equal(*middle)
     assert_equal(*ends)
-    if tiny_model.checkpoint.spec.branches == "calls":
+    if tiny_model.checkpoint.spec.pairs_are_exact:
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
     # The shapes are known from here on, so that no rank evaluates both branches.
     assert_equal(*pair_of(models, packet, 0, 1))
+
+
+MODULAR_PAIRED = [name for name in PAIRED if FAMILY_SPECS[CASES[name].family].modular]
+
+
+class PairModel:
+    """The ranks of a pair, as one model whose steps both of them do."""
+
+    def __init__(self, models: list[EngineModel]) -> None:
+        self._models = models
+        self.prepare, self.encode = models[0].prepare, models[0].encode
+        self.decode = models[1].decode
+
+    def denoise(self, packet: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
+        callbacks = after_step, nothing
+
+        def run(partner: Half) -> Tensors:
+            model, callback = self._models[partner.branch], callbacks[partner.branch]
+            return model.denoise(packet, start, end, callback, partner)
+
+        first, second = run_pair(run)
+        assert_equal(first, second)
+        return first
+
+
+class DamagedHalf(Half):
+    """A `Partner` whose second rank receives other bits."""
+
+    def received(self, tensors: Tensors) -> Tensors:
+        if self.branch == 0:
+            return tensors
+        return {name: tensor * 1.01 for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    chosen(["wan-modular"], {CASES[name].family: name for name in MODULAR_PAIRED}, MODULAR_PAIRED),
+)
+def test_a_modular_clip_of_a_pair_has_the_bits_of_the_whole_call(
+    tiny_models: TinyModels, name: str
+) -> None:
+    tiny_model, models = tiny_models(name), both_ranks(tiny_models(name))
+    request = tiny_model.request(negative_prompt=CASES[name].negative)
+    reference = whole_clip(tiny_model.model, tiny_model.sampling, request, tiny_model.source)
+    pair = PairModel(models)
+    check_every_cut(lambda *_: pair, tiny_model.steps, reference, request, tiny_model.source)
+
+    packet = tiny_model.encode(request)
+    first, second = pair_of(models, packet, 0, 1, DamagedHalf)
+    assert torch.equal(first[LATENTS], models[0].denoise(packet, 0, 1, nothing)[LATENTS])
+    assert not torch.equal(first[LATENTS], second[LATENTS])
+
+
+def test_a_pair_does_the_steps_of_modular_clips_without_guidance(tiny_models: TinyModels) -> None:
+    """Guiders can stop the guidance after some steps."""
+    tiny_model = tiny_models("wan-modular")
+    unguided = both_ranks(tiny_model, guidance_scale=1.0)
+    packet = tiny_model.encode(tiny_model.request())
+    for packets in (pair_of(unguided, packet, 0, STEPS), pair_of(unguided, packet, 0, STEPS)):
+        for each in packets:
+            assert_equal(each, unguided[0].denoise(packet, 0, STEPS, nothing))
 
 
 def test_a_step_of_one_branch_is_refused(tiny_models: TinyModels) -> None:

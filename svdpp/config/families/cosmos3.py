@@ -66,6 +66,7 @@ COSMOS3 = FamilySpec(
     component_classes={"text_tokenizer": r"Qwen2Tokenizer(Fast)?|TokenizersBackend"},
     loras=False,
     cuts_prompts=False,
+    branches="replay",
     latent_channels=lambda pipe: int(pipe.num_channels_latents),
     modular=ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_video_batch=False),
     checkpoint_facts=_checkpoint_facts,

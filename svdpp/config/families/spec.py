@@ -199,11 +199,13 @@ class FamilySpec:
     num_results_equal_latents: int = 0
     """Number of the pipeline's schedulers (in the order of their first `step`) whose step results
     are not sent in packets, because the pipeline rebuilds them from the latent."""
-    branches: Literal["calls", "batch"] | None = None
+    branches: Literal["calls", "batch", "replay"] | None = None
     """How a step with classifier-free guidance evaluates its two branches, for two ranks that share
     the step. `calls`: the denoiser is called once for each branch, and the results are used after
     both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
-    rounded differently. None: neither, so that two ranks cannot share a step."""
+    rounded differently. `replay`, for modular pipelines: the calls of one block of the denoising
+    loop do not depend on each other's results, so that two ranks can divide any number of them.
+    None: none of these, so that two ranks cannot share a step."""
     batched_arguments: frozenset[str] = frozenset({"hidden_states", "encoder_hidden_states"})
     """Names of the denoiser's arguments whose first axis is the batch of the two guidance
     branches."""
@@ -261,6 +263,11 @@ class FamilySpec:
     def name(self) -> str:
         """Name of the family, as in the option `--family`."""
         return str(self.sampling.family)
+
+    @property
+    def pairs_are_exact(self) -> bool:
+        """Whether the bits of a pair are those of one rank, because each call stays whole."""
+        return self.branches in ("calls", "replay")
 
     @property
     def components(self) -> frozenset[str]:

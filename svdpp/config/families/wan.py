@@ -404,7 +404,7 @@ WAN_MODULAR = replace(
     denoisers=("transformer",),
     text_pipeline="WanModularPipeline",
     image_pipeline="WanImage2VideoModularPipeline",
-    branches=None,
+    branches="replay",
     latent_dtype="fp32",
     decodes_in_tiles=False,
     modular=ModularSpec(blocks=("WanBlocks", "WanImage2VideoAutoBlocks")),

@@ -59,7 +59,7 @@ class EngineModel:
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
         # Structure of the denoiser's result, which the first step of a pair finds out; see
-        # `GuidanceBranches.outputs`.
+        # `outputs` of `GuidanceBranches` and `SharedCalls`.
         self._outputs: list[Node] = []
         # Shapes of the tiles of every clip's decode; empty until the first `decode_part`.
         self._tile_shapes: list[TileShape] = []

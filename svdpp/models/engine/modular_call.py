@@ -58,7 +58,9 @@ from svdpp.models.engine.records import (
     snapshot_attributes,
     step_latent,
     tensors_differ,
+    tensors_in,
 )
+from svdpp.models.engine.shared_calls import SharedCalls
 
 
 class _Stop(BaseException):
@@ -90,6 +92,8 @@ class ModularCall:
     """Spec of the latent before the first step. Zeros of it travel if the pipeline has none yet."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
+    shared: SharedCalls | None = None
+    """Calls of denoisers that are shared with a second rank; None: this rank evaluates all."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
@@ -122,6 +126,7 @@ class ModularCall:
         self._series: list[Any] = []
         self._ran_step = False
         self._entry: _Entry | None = None
+        self._is_shared_block = False  # whether the sub-block's calls are shared with a second rank
 
     def packet(self) -> Tensors:
         """Return the packet for the next rank."""
@@ -188,7 +193,7 @@ class ModularCall:
             kwargs: Further arguments of a sub-block.
         """
         if isinstance(state, BlockState):
-            return self._run_sub_block(real, components, state, **kwargs)
+            return self._run_sub_block(block, real, components, state, **kwargs)
         index, self._num_begun = self._num_begun, self._num_begun + 1
         self._resume = None
         if self.given is not None and index <= self.given["block"]:
@@ -251,7 +256,12 @@ class ModularCall:
         return result
 
     def _run_sub_block(
-        self, real: Callable[..., Any], components: Any, block_state: Any, **kwargs: Any
+        self,
+        block: Any,
+        real: Callable[..., Any],
+        components: Any,
+        block_state: Any,
+        **kwargs: Any,
     ) -> Any:
         index, self._sub_block = self._sub_block, self._sub_block + 1
         if index < self._skipped:
@@ -261,9 +271,39 @@ class ModularCall:
             self._phantom_steps = self.given["inner"]["steps"]
             self._set_generators(self.given["inner"]["generators"])
         self._entry = _Entry(_values_of(block_state))
-        result = real(components, block_state, **kwargs)
+        run = functools.partial(real, components, block_state, **kwargs)
+        if self.shared is not None and _uses(block, self._denoisers):
+            result = self._run_shared(self.shared, self._entry, run)
+        else:
+            result = run()
         if self._loop is not None and self.end is not None and self._steps == self.end:
             self._pack({"iteration": self._iteration - 1, "sub_block": self._sub_block})
+        return result
+
+    def _run_shared(self, shared: SharedCalls, entry: _Entry, run: Callable[[], Any]) -> Any:
+        """Run a sub-block whose calls of denoisers are shared with a second rank."""
+        schedulers = (each for each in entry.values.values() if isinstance(each, SchedulerMixin))
+        before = [(part, _snapshot(part)) for part in (*self._parts.values(), *schedulers)]
+
+        def set_back() -> None:
+            if name := entry.changed_in_place():
+                raise self._error(f"changes {name} in place in a block that calls the denoiser")
+            values = _values_of(self._block_state)
+            values.clear()
+            values.update(entry.values)
+            for generator, state in zip(
+                _generators_in(entry.values), entry.generators, strict=True
+            ):
+                generator.set_state(state)
+            for part, attributes in before:
+                _set_back(part, attributes)
+            self._evaluations, self._outputs = 0, []
+
+        if self._evaluations:
+            raise self._error("calls the denoiser in two blocks of one step")
+        self._is_shared_block = True
+        result = shared.run(self._steps, run, set_back)
+        self._is_shared_block = False
         return result
 
     # 3. A step.
@@ -296,7 +336,12 @@ class ModularCall:
                 is_inside=True,
             )
         self._evaluations += 1
-        result = real(*args, **kwargs)
+        if self.shared is None:
+            result = real(*args, **kwargs)
+        elif self._is_shared_block:
+            result = self.shared.evaluate(self._steps, real, args, kwargs)
+        else:
+            raise self._error("calls a denoiser in a block that does not declare it")
         self._outputs.append(self._packer.describe(result))
         return result
 
@@ -314,6 +359,8 @@ class ModularCall:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
+        if self._is_shared_block:
+            raise self._error("has whole steps in one block, which two ranks cannot share")
         is_phantom = self._phantom_steps > 0
         if is_phantom:
             series = self._received_series()
@@ -593,23 +640,26 @@ class ModularCall:
 
 
 class _Entry:
-    """State in which a sub-block begins, for a cut inside it."""
+    """State in which a sub-block begins, for a cut inside it, or to run it twice."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = dict(values)
         self.generators = [each.get_state() for each in _generators_in(values)]
+        self._copies = {
+            name: copy.copy(each) if isinstance(each, (list, dict)) else each
+            for name, each in values.items()
+        }
         self._versions = {
-            name: each._version for name, each in values.items() if isinstance(each, torch.Tensor)
+            name: [each._version for each in tensors_in(value)] for name, value in values.items()
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of the first tensor that was changed in place; None: no tensor was."""
-        changed = (
-            name
-            for name, version in self._versions.items()
-            if self.values[name]._version != version
-        )
-        return next(changed, None)
+        """Return the name of the first value that was changed in place; None: no value was."""
+        for name, value in self.values.items():
+            versions = [each._version for each in tensors_in(value)]
+            if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
+                return name
+        return None
 
 
 def _traced_class(first_uses: dict[str, str]) -> Any:
@@ -679,8 +729,12 @@ def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
 
 
 def _is_loop(block: Any, denoisers: Collection[str]) -> bool:
-    is_loop = isinstance(block, LoopSequentialPipelineBlocks)
-    return is_loop and any(name in denoisers for name in block.component_names)
+    return isinstance(block, LoopSequentialPipelineBlocks) and _uses(block, denoisers)
+
+
+def _uses(block: Any, denoisers: Collection[str]) -> bool:
+    """Whether a block declares that it uses a denoiser."""
+    return any(name in denoisers for name in block.component_names)
 
 
 def _modules_of(component: Any) -> dict[str, Any]:
@@ -710,6 +764,18 @@ def _attributes_of(component: Any) -> _Attributes:
         }
         for name, module in modules.items()
     }
+
+
+def _snapshot(component: Any) -> _Attributes:
+    """Return the attributes of a component before a block that runs twice.
+
+    Those of a guider are copied, except tensors, because a guider may keep objects that it changes.
+    """
+    attributes = _attributes_of(component)
+    if isinstance(component, (torch.nn.Module, SchedulerMixin)):
+        return attributes
+    kept = {id(each): each for each in tensors_in(attributes)}
+    return copy.deepcopy(attributes, kept)
 
 
 def _set_back(component: Any, before: _Attributes) -> None:

@@ -11,6 +11,7 @@ from svdpp.models.base import AfterStep, Partner, PreparedInput, Tensors
 from svdpp.models.engine.model import EngineModel, call_arguments, set_scheduler_and_guiders
 from svdpp.models.engine.modular_call import ModularCall
 from svdpp.models.engine.records import patch_methods, read_structure
+from svdpp.models.engine.shared_calls import SharedCalls
 
 
 class ModularModel(EngineModel):
@@ -47,8 +48,11 @@ class ModularModel(EngineModel):
     ) -> Tensors:
         """Run steps `start` to `end` (exclusive); see `EngineModel.denoise`."""
         assert start < end
-        assert partner is None, "two ranks share no step of a modular pipeline"
-        call = self._later_modular_call(tensors, end, after_step)
+        shared = None
+        if partner is not None:
+            assert self._spec.branches == "replay"
+            shared = SharedCalls(partner, self.device, self._outputs)
+        call = self._later_modular_call(tensors, end, after_step, shared)
         call.run({})
         return call.packet()
 
@@ -69,7 +73,11 @@ class ModularModel(EngineModel):
         return video, *audio
 
     def _later_modular_call(
-        self, tensors: Tensors, end: int | None, after_step: AfterStep | None = None
+        self,
+        tensors: Tensors,
+        end: int | None,
+        after_step: AfterStep | None = None,
+        shared: SharedCalls | None = None,
     ) -> ModularCall:
         set_scheduler_and_guiders(self._pipe, self._checkpoint, self._sampling)
         return ModularCall(
@@ -79,4 +87,5 @@ class ModularModel(EngineModel):
             received=tensors,
             end=end,
             after_step=after_step,
+            shared=shared,
         )

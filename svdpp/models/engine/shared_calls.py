@@ -1,0 +1,193 @@
+"""Calls of denoisers in one block of a modular pipeline, shared by the two ranks of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten
+
+from svdpp.errors import ModelError
+from svdpp.models.base import PREDICTION, Partner, Tensors
+from svdpp.models.engine.records import Node, Packer, clone_tensors, unpack, zeros_for
+
+#: Integer types by their bytes.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEAVE_OUT = "leave `cfg_parallel` out"
+
+
+@dataclass(eq=False)
+class SharedCalls:
+    """Calls of denoisers in a step, of which each rank of a pair evaluates every second one.
+
+    A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
+    and combines the results after the last call. Both ranks run the block twice. The table shows a
+    block with three calls:
+
+        run      call    rank 2u (branch 0)            rank 2u + 1 (branch 1)
+        first    0       evaluates                     returns zeros
+                 1       returns zeros                 evaluates
+                 2       evaluates                     returns zeros
+                         the ranks exchange their results; the state is set back
+        second   0 to 2  returns the known results     returns the known results
+
+    The second run has the same arguments and results as on one rank if no call depends on the
+    result of another one. A call that depends on a result gets other arguments from zeros in its
+    place. So it is an error if a call has not the same arguments in both runs.
+
+    In the first step of a process, rank 2u + 1 also evaluates call 0, to learn the shape of the
+    zeros.
+    """
+
+    partner: Partner
+    device: torch.device
+    outputs: list[Node]
+    """Structure of a result of the denoiser, as a list of one element; empty until the first step
+    of a process."""
+    _calls: list[_Call] = field(default_factory=list)
+    _own: list[Any] = field(default_factory=list)
+    # Results of all calls, for the second run. None: the block runs for the first time.
+    _results: list[Any] | None = None
+    _repeated: int = 0
+
+    def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
+        """Run a block that may call denoisers; once, if it calls none.
+
+        Args:
+            step: Index of the current step.
+            run: Function that runs the block.
+            set_back: Function that sets all state back to what it was before the block.
+
+        Returns:
+            Result of the block.
+
+        Raises:
+            ModelError: A call depends on the result of another one, or two calls have results of
+                different shapes.
+        """
+        self._calls, self._own, self._results, self._repeated = [], [], None, 0
+        result = run()
+        if not self._calls:
+            return result
+        self._results = self._exchange(step)
+        set_back()
+        result = run()
+        if self._repeated != len(self._calls):
+            raise _depends(step, self._repeated)
+        self._calls, self._own, self._results = [], [], None
+        return result
+
+    def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a denoiser, or return zeros or the known result in place of its result.
+
+        Args:
+            step: Index of the current step.
+            real: Method `forward` of the denoiser.
+            args: Positional arguments of the pipeline's call.
+            kwargs: Keyword arguments of the pipeline's call.
+        """
+        call = _Call(real, args, kwargs)
+        if self._results is not None:
+            place, self._repeated = self._repeated, self._repeated + 1
+            if place >= len(self._calls) or not call.repeats(self._calls[place]):
+                raise _depends(step, place)
+            return self._results[place]
+        place = len(self._calls)
+        self._calls.append(call)
+        is_own = place % 2 == self.partner.branch
+        if not is_own and self.outputs:
+            return zeros_for(self.outputs[0], self.device)
+        result = real(*args, **kwargs)
+        self._check_shape(step, result)
+        if not is_own:
+            return result
+        self._own.append(result)
+        return clone_tensors(result)  # which the block may change in place
+
+    def _check_shape(self, step: int, result: Any) -> None:
+        """Learn the structure of a result, or compare it with the known one."""
+        node = Packer().pack(result, PREDICTION)
+        if not self.outputs:
+            self.outputs.append(node)
+        elif node != self.outputs[0]:
+            raise ModelError(
+                f"two calls of the denoiser have results of different shapes in step {step}",
+                _LEAVE_OUT,
+                details={"step": step},
+            )
+
+    def _exchange(self, step: int) -> list[Any]:
+        """Exchange the results of all calls with the partner, and return them in order.
+
+        Both ranks send equally many results. With an odd number of calls, rank 2u + 1 adds zeros.
+        """
+        count = len(self._calls)
+        rounds = (count + 1) // 2
+        padding = [zeros_for(self.outputs[0], self.device) for _ in range(rounds - len(self._own))]
+        packer = Packer()
+        nodes = [
+            packer.pack(result, f"{PREDICTION}.{place}")
+            for place, result in enumerate([*self._own, *padding])
+        ]
+
+        def predictions() -> Tensors:
+            return packer.tensors
+
+        received = self.partner.exchange(step, predictions)
+        own = iter(self._own)
+        other = iter([unpack(node, received, self.device) for node in nodes])
+        return [next(own if place % 2 == self.partner.branch else other) for place in range(count)]
+
+
+class _Call:
+    """Denoiser and arguments of a call, to be compared with a later call.
+
+    The arguments are kept, not hashed: they are latents and embeddings, which are small beside the
+    activations of the denoiser, and most of them are the same objects in both runs.
+    """
+
+    def __init__(self, real: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self._real = real
+        self._leaves, self._tree = tree_flatten((args, kwargs))
+        self._versions = [_version(leaf) for leaf in self._leaves]
+
+    def repeats(self, earlier: _Call) -> bool:
+        """Whether this call has the denoiser and, bit by bit, the arguments of an earlier one.
+
+        An argument of the earlier call that was changed in place since then counts as different.
+        """
+        return (
+            self._real == earlier._real
+            and self._tree == earlier._tree
+            and [_version(leaf) for leaf in earlier._leaves] == earlier._versions
+            and all(map(_is_same, self._leaves, earlier._leaves))
+        )
+
+
+def _version(leaf: Any) -> int | None:
+    return leaf._version if isinstance(leaf, torch.Tensor) else None
+
+
+def _is_same(ours: Any, theirs: Any) -> bool:
+    """Whether two arguments are one object, equal plain values, or tensors of the same bits."""
+    if ours is theirs:
+        return True
+    if type(ours) is not type(theirs):
+        return False
+    if not isinstance(ours, torch.Tensor):
+        return isinstance(ours, (int, float, str, torch.dtype, torch.device)) and ours == theirs
+    layout = (ours.shape, ours.stride(), ours.dtype)
+    if layout != (theirs.shape, theirs.stride(), theirs.dtype):
+        return False
+    as_bits = _INTEGERS[ours.dtype.itemsize]  # of which, unlike NaN, each equals itself
+    return torch.equal(ours.view(as_bits), theirs.view(as_bits))
+
+
+def _depends(step: int, call: int) -> ModelError:
+    return ModelError(
+        f"call {call} of the denoiser in step {step} depends on the result of another call",
+        _LEAVE_OUT,
+        details={"step": step, "call": call},
+    )
