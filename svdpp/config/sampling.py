@@ -224,6 +224,11 @@ class CommonSampling:
     fit: Fit = "stretch"
     """Method of fitting an input image with another aspect ratio than the clip."""
 
+    @property
+    def step_axes(self) -> str:
+        """Axes of the results of steps; `latent_axes` has those of the latent before them."""
+        return self.latent_axes
+
     def __post_init__(self) -> None:
         kind: Any = type(self)
         check_sides(self, (self.side_unit, self.side_unit))

@@ -250,7 +250,7 @@ class _Comparison:
     def clip(self, clip: int) -> Iterator[Check]:
         """Yield the checks of one clip, in the order of the clip's steps."""
         config = self.config
-        num_steps, axes = config.sampling.num_inference_steps, _latent_axes(config)
+        num_steps, axes = config.sampling.num_inference_steps, _step_axes(config)
         yield from _first_failure(self._predictions(clip))
         for rank, end in _range_ends(config, clip):
             location = CheckLocation(clip, end, rank)
@@ -279,7 +279,7 @@ class _Comparison:
             clip, "step0_branch0"
         ):
             return
-        axes, parts = _latent_axes(self.config), self.config.layout.route(clip).ranges
+        axes, parts = _step_axes(self.config), self.config.layout.route(clip).ranges
         steps = ((part.rank, step) for part in parts for step in range(part.start, part.end))
         for (first_rank, step), branch in itertools.product(steps, (0, 1)):
             name = f"step{step}_branch{branch}"
@@ -314,8 +314,8 @@ def _first_failure(checks: Iterator[Check]) -> list[Check]:
     return [] if first is None else [first]
 
 
-def _latent_axes(config: PipelineConfig) -> str:
-    return "BCFHW" if config.model.is_dummy else config.sampling.latent_axes
+def _step_axes(config: PipelineConfig) -> str:
+    return "BCFHW" if config.model.is_dummy else config.sampling.step_axes
 
 
 def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:

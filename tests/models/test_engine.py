@@ -124,6 +124,31 @@ def test_a_modular_pipeline_runs_with_the_guider_of_its_checkpoint(
     assert [guider.config.guidance_rescale for guider in guiders] == [0.5] * 3
 
 
+def test_both_guiders_of_ltx2_get_their_parameters(tiny_models: TinyModels) -> None:
+    tiny_model = tiny_models("ltx2-modular")
+    video = {
+        "guidance_scale": 2.0,
+        "stg_scale": 0.5,
+        "modality_scale": 1.5,
+        "guidance_rescale": 0.1,
+    }
+    sound = {
+        "guidance_scale": 4.0,
+        "stg_scale": 0.6,
+        "modality_scale": 2.5,
+        "guidance_rescale": 0.2,
+    }
+    own = {f"audio_{name}": value for name, value in sound.items()}
+    model = encoder(tiny_model, **video, **own, stg_block=0)
+
+    model.encode({}, tiny_model.request())
+
+    guiders = model._pipe.guider.config, model._pipe.audio_guider.config
+    for config, expected in zip(guiders, (video, sound), strict=True):
+        assert {name: config[name] for name in expected} == expected
+    assert guiders[0]["spatio_temporal_guidance_blocks"] == [0]
+
+
 @pytest.mark.parametrize(
     ("name", "use"),
     [

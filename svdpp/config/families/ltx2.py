@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.ltx import check_vae
-from svdpp.config.families.spec import CheckpointConfigs, CheckpointFacts, FamilySpec
+from svdpp.config.families.spec import (
+    CheckpointConfigs,
+    CheckpointFacts,
+    FamilySpec,
+    ModularSpec,
+)
 from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 
@@ -79,6 +84,19 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
     strength: float = 1.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ltx2ModularSampling(Ltx2BaseSampling):
+    """Sampling parameters of diffusers' `LTX2ModularPipeline`, with defaults."""
+
+    family: Literal["ltx2_modular"] = "ltx2_modular"
+    width: int = 704
+
+    @property
+    def step_axes(self) -> str:
+        """Axes of the results of steps. A clip from an image is unpacked for its steps."""
+        return "BCFHW" if self.from_image else self.latent_axes
+
+
 @dataclass(frozen=True)
 class VideoCondition:
     """Image that a clip shows at a place; has the fields of diffusers' `LTX2VideoCondition`."""
@@ -111,10 +129,13 @@ def _guidance_arguments(sampling: Any) -> dict[str, Any]:
     return {"spatio_temporal_guidance_blocks": [sampling.stg_block] if has_stg else None}
 
 
-def _call_arguments(sampling: Any) -> dict[str, Any]:
+def _image_arguments(sampling: Any) -> dict[str, Any]:
     # By default diffusers first compresses the input image with H.264, which needs PyAV.
-    image = {"image_crf": 0} if sampling.from_image else {}
-    return {**_guidance_arguments(sampling), **image}
+    return {"image_crf": 0} if sampling.from_image else {}
+
+
+def _call_arguments(sampling: Any) -> dict[str, Any]:
+    return {**_guidance_arguments(sampling), **_image_arguments(sampling)}
 
 
 LTX2 = FamilySpec(
@@ -169,4 +190,46 @@ LTX2_CONDITION = replace(
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
 )
 
-FAMILIES = (LTX2, LTX2_CONDITION)
+
+def _guider_configs(sampling: Any) -> dict[str, dict[str, Any]]:
+    return {
+        "guider": {
+            "stg_scale": sampling.stg_scale,
+            "spatio_temporal_guidance_blocks": [sampling.stg_block],
+            "modality_scale": sampling.modality_scale,
+            "guidance_rescale": sampling.guidance_rescale,
+        },
+        "audio_guider": {
+            "stg_scale": sampling.audio_stg_scale,
+            "modality_scale": sampling.audio_modality_scale,
+            "guidance_rescale": sampling.audio_guidance_rescale,
+        },
+    }
+
+
+LTX2_MODULAR = replace(
+    LTX2,
+    sampling=Ltx2ModularSampling,
+    title="LTX-2, modular",
+    text_pipeline="LTX2ModularPipeline",
+    image_pipeline="LTX2ModularPipeline",
+    aliases=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
+    gguf=False,
+    loras=False,
+    record_uses={},
+    initial_latent_source=None,
+    num_results_equal_latents=0,
+    # The steps of a clip from an image leave out the image, its first frame.
+    latent_frames=lambda _, sampling, frames: frames - sampling.from_image,
+    call_arguments=_image_arguments,
+    decodes_in_tiles=False,
+    modular=ModularSpec(
+        blocks=("LTX2AutoBlocks",),
+        audio="audio",
+        guiders={"guider": "guidance_scale", "audio_guider": "audio_guidance_scale"},
+        guider_configs=_guider_configs,
+        first_frames=lambda sampling: int(sampling.from_image),
+    ),
+)
+
+FAMILIES = (LTX2, LTX2_CONDITION, LTX2_MODULAR)

@@ -107,6 +107,9 @@ class ModularSpec:
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
     """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
     is None, the scale is that of `guidance_scale`."""
+    guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
+    """Returns further values of the guiders' configs, from the sampling parameters: for each
+    guider's name, values by the arguments of its class."""
     first_frames: Callable[[Any], int] = lambda _: 0
     """Returns the frames by which the latent before the first step is longer than the results of
     steps, from the sampling parameters: those of images, which no step changes."""

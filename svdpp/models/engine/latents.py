@@ -49,14 +49,15 @@ def latent_spec(
         "stepped": is_stepped,
         "stepped from text": is_stepped and not sampling.from_image,
     }
+    axes = sampling.latent_axes if step == 0 else sampling.step_axes
     return LatentSpec(
-        shape=_shape(pipe, spec, sampling, step),
+        shape=_shape(pipe, spec, sampling, step, axes),
         dtype=dtype if is_cast[spec.latent_dtype] else "fp32",
-        dims=sampling.latent_axes,
+        dims=axes,
     )
 
 
-def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int) -> tuple[int, ...]:
+def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> tuple[int, ...]:
     side, unit = _first(pipe, _SPATIAL), _first(pipe, _TEMPORAL)
     sizes = {
         "B": 1,
@@ -68,7 +69,7 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int) -> tuple[int, 
     if spec.modular is not None and step == 0:
         sizes["F"] += spec.modular.first_frames(sampling)
     sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
-    return tuple(sizes[axis] for axis in sampling.latent_axes)
+    return tuple(sizes[axis] for axis in axes)
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:

@@ -373,7 +373,7 @@ def call_arguments(
 
 
 def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Set a new scheduler in a pipeline, and new guiders with a clip's scales, if it has any.
+    """Set a new scheduler in a pipeline, and new guiders with a clip's parameters, if it has any.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -385,11 +385,12 @@ def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) 
         pipe.scheduler = scheduler
     modular = checkpoint.spec.modular
     guiders = {"guider": "guidance_scale"} if modular is None else modular.guiders
+    configs = {} if modular is None else modular.guider_configs(sampling)
     for name, parameter in guiders.items():
         if (guider := getattr(pipe, name, None)) is not None:
             own = getattr(sampling, parameter)
             scale = sampling.guidance_scale if own is None else own
-            config = {**guider.config, "guidance_scale": scale}
+            config = {**guider.config, **configs.get(name, {}), "guidance_scale": scale}
             setattr(pipe, name, type(guider).from_config(config))
 
 

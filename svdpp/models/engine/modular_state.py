@@ -177,7 +177,7 @@ class StatePacker(Packer):
                 "items": [
                     [key, part(each, key)]
                     for key, each in vars(value).items()
-                    if key not in NOT_STATE
+                    if key == _CONFIG or key not in NOT_STATE
                 ],
             }
         return None
@@ -190,10 +190,11 @@ class StatePacker(Packer):
         return {**make(), "id": number}
 
 
+#: Name of the attribute with the config of an object, such as a copy of the scheduler. Components
+#: have the same config on every rank.
+_CONFIG = "_internal_dict"
 #: Attributes that the engine, torch or diffusers add to objects, and that are no state.
-NOT_STATE = frozenset(
-    {"_parameters", "_modules", HOOK, "_internal_dict", "forward", "_diffusers_hook"}
-)
+NOT_STATE = frozenset({"_parameters", "_modules", HOOK, _CONFIG, "forward", "_diffusers_hook"})
 
 
 class StateUnpacker:

@@ -60,11 +60,22 @@ def ltx2_parts(_: bool) -> Parts:
     }
 
 
-PARTS = {"ltx2": ltx2_parts, "ltx2_condition": ltx2_parts}
+_UNREAD = {
+    "block.audio_scheduler.timesteps": "the scheduler of the sound already knows its next step",
+}
+
+PARTS = {"ltx2": ltx2_parts, "ltx2_condition": ltx2_parts, "ltx2_modular": ltx2_parts}
 CASES = {
     "ltx2": Case("ltx2", _SIZE),
     "ltx2-image": Case("ltx2", {**_SIZE, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "ltx2-condition-last-image": Case("ltx2_condition", _SIZE, image=True, last_image=True),
     "ltx2-condition-image": Case("ltx2_condition", {**_SIZE, "strength": 0.5}, image=True),
     "ltx2-condition": Case("ltx2_condition", _SIZE),
+    "ltx2-modular": Case("ltx2_modular", _SIZE, unread=_UNREAD),
+    "ltx2-modular-image": Case(
+        "ltx2_modular",
+        _SIZE,
+        image=True,
+        unread={**_UNREAD, "latents": "steps read the latent with the image, its first frame"},
+    ),
 }
