@@ -112,8 +112,13 @@ class ModelConfig:
     class in `model_index.json`."""
     revision: str | None = None
     """Branch, tag or commit of a hub model; None: the main branch."""
+    component_revisions: tuple[tuple[str, str], ...] = ()
+    """Name and commit of each component of a modular pipeline that is read at this commit, and not
+    at the revision that the model's index names. They apply only to components in other
+    repositories."""
     variant: str | None = None
-    """Variant of the weight files, such as fp16; None: the plain files."""
+    """Variant of the weight files, such as fp16; None: the plain files, or for a component of a
+    modular pipeline the variant that the model's index names."""
     local_files_only: bool = False
     """Whether only files on this machine are used, so that nothing is downloaded."""
     dtype: Dtype = "fp32"
@@ -530,7 +535,10 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # These fields are left out if a clip's JSON lacks them, as that of svdpp 0.3 does.
-    optional = ("lora", "denoiser", "attention_backend", "last_image_sha256", "vae_tiling")
+    optional = (
+        *("components", "lora", "denoiser", "attention_backend"),
+        *("last_image_sha256", "vae_tiling"),
+    )
     added = tuple(name for name in optional if name in metadata)
     if family == "svd":  # for SVD without the field `family`, which the JSON of svdpp 0.3 lacks
         return (*common, *sampling_fields(family))

@@ -93,6 +93,7 @@ def clip_metadata(
         "model": _model_name(checkpoint),
         "revision": checkpoint.revision,
         "weights_fingerprint": checkpoint.fingerprint,
+        **_components(checkpoint),
         "variant": config.model.variant,
         **_loras(loras),
         **_denoisers(checkpoint),
@@ -128,6 +129,11 @@ def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
         "videos": {name: recorded_path(video.path, folder) for name, video in videos.items()},
         "videos_sha256": {name: video.sha256 for name, video in videos.items()},
     }
+
+
+def _components(checkpoint: Checkpoint) -> dict[str, Any]:
+    revisions = checkpoint.external_components
+    return {"components": revisions} if revisions else {}
 
 
 def _loras(files: Sequence[LoraFile]) -> dict[str, Any]:
@@ -183,6 +189,8 @@ def versions() -> dict[str, str]:
 
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+# Commit of a component that is in another repository, such as OWNER/NAME@COMMIT.
+_ComponentRevision = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$")]
 
 
 class _DenoiserMetadata(BaseModel):
@@ -219,6 +227,7 @@ class _ClipMetadata(BaseModel):
     model: str
     revision: str | None
     weights_fingerprint: str | None = None  # JSON of svdpp 0.2 lacks the fields with a default
+    components: dict[str, _ComponentRevision] = Field(default_factory=dict)
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)
     denoiser: list[_DenoiserMetadata] = Field(default_factory=list)
@@ -274,7 +283,7 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
 
 # Fields that only some clips have in their metadata.
 _MAY_BE_MISSING = {
-    *("audio_sha256", "lora", "denoiser", "attention_backend"),
+    *("audio_sha256", "components", "lora", "denoiser", "attention_backend"),
     *("last_image", "last_image_sha256", "vae_tiling"),
 }
 
@@ -346,7 +355,8 @@ def weights_identity(checkpoint: Checkpoint) -> object:
 
     Returns:
         Commit hash for a hub model. For a folder, path, size and modification time of each weight
-        file, as JSON values.
+        file, as JSON values. Components in other repositories are not covered: their commits are
+        in the clip's metadata.
     """
     if checkpoint.revision:
         return checkpoint.revision

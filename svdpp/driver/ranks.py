@@ -375,6 +375,8 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
     # Weights of a hub model are identified by the commit, weights in a folder by the fingerprint.
     weights = (checkpoint.revision, checkpoint.fingerprint) if checkpoint else (None, None)
     options["revision"], options["weights fingerprint"] = map(str, weights)
+    components = checkpoint.external_components if checkpoint else {}
+    options["components"] = ", ".join(f"{part}: {at}" for part, at in sorted(components.items()))
     for name, files in (
         ("LoRA", checkpoint.loras if checkpoint else ()),
         ("denoiser", checkpoint.denoisers if checkpoint else ()),

@@ -36,10 +36,12 @@ from svdpp.errors import ModelError, RequestError, redact_tokens
 from svdpp.models.files import (
     MODEL_HINT,
     UNSUPPORTED_HINT,
+    ComponentFolder,
     JsonFile,
     display_name,
     download,
     fingerprint,
+    has_weights,
     library_errors,
     read_dtypes,
     read_json,
@@ -52,6 +54,7 @@ from svdpp.models.gguf_files import DenoiserFile, check_denoisers, find_denoiser
 from svdpp.models.hashes import hash_files
 from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
+from svdpp.models.repositories import download_missing_weights, find_component_folders
 from svdpp.plan.roles import Roles
 
 #: Rule for an input such as an image or a prompt: a clip needs, may have, or must not have the
@@ -68,6 +71,9 @@ class Checkpoint:
     folder: Path
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
+    component_folders: tuple[ComponentFolder, ...] = ()
+    """Folders of the components that are not in the subfolder of their name in `folder`, because a
+    modular index names another place; and of those for which it names a variant."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
@@ -151,6 +157,24 @@ class Checkpoint:
     def weighted_components(self) -> tuple[str, ...]:
         """Names of the components that have weights."""
         return tuple(part for part, _ in self.classes if has_weights(part))
+
+    @property
+    def external_components(self) -> dict[str, str]:
+        """Commit of each component that is in another repository, as `OWNER/NAME@COMMIT`."""
+        return {
+            each.part: f"{each.repository}@{snapshot_commit(each.root)}"
+            for each in self.component_folders
+            if each.repository is not None
+        }
+
+    def component_folder(self, part: str) -> ComponentFolder:
+        """Return the folder of a component.
+
+        Args:
+            part: Name of the component.
+        """
+        usual = ComponentFolder(part, self.folder, part)
+        return next((each for each in self.component_folders if each.part == part), usual)
 
     def denoiser_file(self, part: str) -> DenoiserFile | None:
         """Return the GGUF file that replaces a component's weights; None if there is no such file.
@@ -268,8 +292,16 @@ class Checkpoint:
         Raises:
             ModelError: A file is missing or damaged, or the weights are quantised.
         """
-        paths = [self.folder / name for name in weight_files(self.folder, part, self.variant)]
-        files = {path: read_dtypes(path) for path in paths}
+        component, files = self.component_folder(part), {}
+        for path in weight_files(component, self.variant):
+            try:
+                files[path] = read_dtypes(path)
+            except ModelError as error:
+                if component.repository is None:
+                    raise
+                message = f"{part} of the repository {component.repository}: {error.message}"
+                hint = error.hint or component.hint(path.name)
+                raise ModelError(message, hint, details=error.details) from error
         if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
             raise ModelError(
                 f"{part} has quantised weights of the dtype {quantised[0]}",
@@ -279,11 +311,12 @@ class Checkpoint:
         return files
 
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
-        """Return the SHA-256 of each weight file, in hex, by path relative to the folder.
+        """Return the SHA-256 of each weight file, in hex, by name of component and file.
 
-        A GGUF file gets a path as if it were in the folder of the component that it replaces. The
-        first call reads all files of the model, which takes about a second for each GB. Later
-        calls, also in other processes, read only files that have changed.
+        The names are such as `vae/model.safetensors`. A GGUF file gets a name as if it were in the
+        folder of the component that it replaces. The first call reads all files of the model, which
+        takes about a second for each GB. Later calls, also in other processes, read only files that
+        have changed.
 
         Args:
             parts: Names of the components whose files are hashed; None: all components.
@@ -293,8 +326,8 @@ class Checkpoint:
         """
         parts = {*(self.weighted_components if parts is None else parts)}
         added = {file.part: file.path for file in self.denoisers if file.part in parts}
-        own = {path for part in parts - added.keys() for path in self.weight_files(part)}
-        names = {path: path.relative_to(self.folder).as_posix() for path in sorted(own)}
+        files = self._named_weight_files(parts - added.keys())
+        names = {path: name for name, path in sorted(files.items())}
         names |= {path: f"{part}/{path.name}" for part, path in sorted(added.items())}
         try:
             hashes = hash_files(names)
@@ -303,9 +336,28 @@ class Checkpoint:
             raise ModelError(f"{self.label}: a weight file cannot be read ({problem})") from error
         return {name: hashes[path] for path, name in names.items()}
 
+    def _named_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
+        """Return weight files by name, such as `vae/model.safetensors`."""
+        return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
+
+    def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
+        """Return the weight files of those components that are in the checkpoint's own folder.
+
+        Args:
+            parts: Names of components with weights.
+
+        Returns:
+            Paths by name of component and file, such as `vae/model.safetensors`.
+
+        Raises:
+            ModelError: A file is missing or damaged, or the weights are quantised.
+        """
+        elsewhere = self.external_components.keys()
+        return self._named_weight_files(part for part in parts if part not in elsewhere)
+
     def variant_of(self, part: str) -> str | None:
         """Return the variant in which a component's weights are read; None: the plain files."""
-        return variant_of(self.folder, part, self.variant)
+        return variant_of(self.component_folder(part), self.variant)
 
     def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
         """Return a new scheduler of diffusers with the checkpoint's config; None if it has none.
@@ -394,7 +446,9 @@ def with_weights(
     """Return `checkpoint` after downloading and checking the weights of `components`.
 
     In a local folder, the weights of all components are checked, because the fingerprint covers all
-    of them. Denoisers that GGUF files replace are neither downloaded nor checked.
+    of them. Components in other repositories are identified by their commits, so only those in
+    `components` are downloaded and checked. Denoisers that GGUF files replace are neither
+    downloaded nor checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -414,22 +468,31 @@ def with_weights(
     replaced = {file.part for file in denoisers}
     components = [part for part in components if part not in replaced]
     with _located(model) as local:
+        # The commits that were found stay the same, even if the hub's repositories change.
+        external = checkpoint.external_components.items()
+        commits = tuple((part, at.rpartition("@")[2]) for part, at in external)
+        model = replace(model, component_revisions=commits)
         if local is None:
-            pinned = replace(model, revision=checkpoint.revision or model.revision)
-            folder = download(pinned, components)
+            model = replace(model, revision=checkpoint.revision or model.revision)
             # The configs of the default model were read from the copy in svdpp, so the downloaded
             # configs are checked here.
-            checkpoint = _check_configs(model, folder, local)
+            checkpoint = _check_configs(model, download(model), local)
+        elsewhere = checkpoint.external_components.keys()
+        absent = [part for part in components if local is None or part in elsewhere]
+        download_missing_weights(model, map(checkpoint.component_folder, absent))
         if local is not None:
-            components = [part for part in checkpoint.weighted_components if part not in replaced]
-        weights = [path for part in components for path in checkpoint.weight_files(part)]
+            every = {*checkpoint.weighted_components} - {*elsewhere} - replaced
+            components = [*absent, *sorted(every)]
+        for part in components:
+            checkpoint.weight_files(part)  # checks the files
         changes = local is not None and model.name not in DEMO_MODELS
+        own = checkpoint.own_weight_files(components) if changes else {}
         return replace(
             checkpoint,
             loras=tuple(files[lora] for lora in model.loras),
             clip_loras={lora: files[lora] for lora in clip_loras},
             denoisers=denoisers,
-            fingerprint=fingerprint(checkpoint.folder, weights) if changes else None,
+            fingerprint=fingerprint(own) if changes else None,
         )
 
 
@@ -480,69 +543,52 @@ def _local_folder(name: str) -> Path | None:
 class Configs:
     """Configs of a checkpoint's components, which the constructor checks against a spec."""
 
-    def __init__(self, folder: Path, index: JsonFile, spec: FamilySpec) -> None:
+    def __init__(
+        self, index: JsonFile, spec: FamilySpec, folder: Path, model: ModelConfig, *, is_local: bool
+    ) -> None:
         self.index = index
-        self._folder = folder
         _refuse_code(folder)
         _check_blocks(index, spec)
         #: Name of each component's class, by the name of the component.
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
+        parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
         #: Class name of the scheduler, and the values of its config; None and empty: without one.
         self.scheduler_class: str | None = None
         self.scheduler_config: Mapping[str, Any] = {}
         if spec.schedulers:
-            self._read_scheduler(spec.schedulers)
-        parts = filter(has_weights, self.classes)
-        self._configs = {part: self._checked(f"{part}/config.json") for part in parts}
+            self.scheduler_class = self._find_scheduler(spec.schedulers)
+        #: Folders of components, as in `Checkpoint.component_folders`.
+        self.folders = find_component_folders(index, parts, folder, model, is_local=is_local)
+        folders = {part: ComponentFolder(part, folder, part) for part in parts}
+        folders |= {each.part: each for each in self.folders}
+        for component in self.folders:
+            _refuse_code_of(component)
+        if spec.schedulers:
+            config = _checked(folders["scheduler"], "scheduler_config.json")
+            for key, reason in _REFUSED_OF_SCHEDULERS.items():
+                config.refuse(key, reason)
+            self.scheduler_config = config.values
+        weighted = filter(has_weights, self.classes)
+        self._configs = {part: _checked(folders[part], "config.json") for part in weighted}
         for part in self.classes.keys() - self._configs.keys():
-            for path in sorted((folder / part).glob("*_config.json")):
-                self._checked(f"{part}/{path.name}")
+            for path in sorted(folders[part].path.glob("*_config.json")):
+                _checked(folders[part], path.name)
 
-    def _read_scheduler(self, proven: Sequence[str]) -> None:
+    def _find_scheduler(self, proven: Sequence[str]) -> str:
+        """Return the class name of the scheduler, which must be one of `proven`."""
         name = _entry(self.index, "scheduler")[1]
-        if name not in proven:
-            first = proven[0]
-            raise self.index.error(
-                f"the scheduler {short_repr(name)} is not supported: this family's steps are "
-                f"proven with {' and '.join(proven)}",
-                f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
-                f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
-                details={"scheduler": name, "supported": list(proven)},
-            )
-        config = self._checked("scheduler/scheduler_config.json")
-        for key, reason in _REFUSED_OF_SCHEDULERS.items():
-            config.refuse(key, reason)
-        self.scheduler_class, self.scheduler_config = name, config.values
-
-    def _checked(self, name: str) -> JsonFile:
-        config = read_json(self._folder, name)
-        for place, key, value in _entries_of(config.values):
-            if key == "quantization_config" and value is not None:
-                method = value.get("quant_method") if isinstance(value, Mapping) else None
-                by = "" if method is None else f" by {short_repr(method)}"
-                raise config.error(
-                    f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
-                    f"quantised{by}",
-                    _QUANTISED_HINT,
-                    details={"key": place, "quant_method": method and short_repr(method)},
-                )
-            if _CODE_KEYS.search(key) and value is not None:
-                raise config.error(
-                    f"the key {short_repr(place)} is not supported: {_NO_CODE}",
-                    UNSUPPORTED_HINT,
-                    details={"key": place},
-                )
-            values = value if isinstance(value, list) else [value]
-            largest = max((size for size in values if type(size) is int), default=0)
-            for names, limit in _LIMITS:
-                if names.fullmatch(key) and largest > limit:
-                    raise config.error(
-                        f"{place} is {short_repr(value)}: above {limit}",
-                        details={"key": place, "value": value, "limit": limit},
-                    )
-        return config
+        if name in proven:
+            return str(name)
+        first = proven[0]
+        raise self.index.error(
+            f"the scheduler {short_repr(name)} is not supported: this family's steps are "
+            f"proven with {' and '.join(proven)}",
+            f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+            f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
+            details={"scheduler": name, "supported": list(proven)},
+        )
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
         """Return the config of one component.
@@ -552,7 +598,37 @@ class Configs:
             defaults: Default values of the component's class, for keys that the config lacks.
         """
         config = self._configs[part]
-        return JsonFile(config.label, {**defaults, **config.values})
+        return replace(config, values={**defaults, **config.values})
+
+
+def _checked(component: ComponentFolder, name: str) -> JsonFile:
+    """Read a config of a component, and check that it asks for no code and no excessive size."""
+    config = component.read_json(name)
+    for place, key, value in _entries_of(config.values):
+        if key == "quantization_config" and value is not None:
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            by = "" if method is None else f" by {short_repr(method)}"
+            raise config.error(
+                f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
+                f"quantised{by}",
+                _QUANTISED_HINT,
+                details={"key": place, "quant_method": method and short_repr(method)},
+            )
+        if _CODE_KEYS.search(key) and value is not None:
+            raise config.error(
+                f"the key {short_repr(place)} is not supported: {_NO_CODE}",
+                UNSUPPORTED_HINT,
+                details={"key": place},
+            )
+        values = value if isinstance(value, list) else [value]
+        largest = max((size for size in values if type(size) is int), default=0)
+        for names, limit in _LIMITS:
+            if names.fullmatch(key) and largest > limit:
+                raise config.error(
+                    f"{place} is {short_repr(value)}: above {limit}",
+                    details={"key": place, "value": value, "limit": limit},
+                )
+    return config
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
@@ -569,21 +645,11 @@ def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any
             yield from _entries_of(each, place)
 
 
-def has_weights(part: str) -> bool:
-    """Whether a component has weights; tokenizers, processors, guiders and schedulers have none."""
-    return not is_tokenizer(part) and not part.endswith(_WITHOUT_WEIGHTS)
-
-
-def is_tokenizer(part: str) -> bool:
-    """Whether a component is a tokenizer of text; tokenizers of sound are models with weights."""
-    return part.startswith(("tokenizer", "text_tokenizer"))
-
-
 def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
     index, family = _read_index(folder, model.family)
     spec = FAMILY_SPECS[family]
     unit = spec.sampling.side_unit
-    configs = Configs(folder, index, spec)
+    configs = Configs(index, spec, folder, model, is_local=local is not None)
     image_pipelines = {spec.image_pipeline, *spec.aliases} - {*spec.text_aliases}
     from_image = index.values["_class_name"] in image_pipelines
     facts: CheckpointFacts = {
@@ -598,6 +664,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
     checkpoint = Checkpoint(
         name=model.name,
         folder=folder,
+        component_folders=configs.folders,
         revision=None if local else snapshot_commit(folder),
         variant=model.variant,
         family=family,
@@ -679,26 +746,16 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return the library and the class name of a component; the class is None if it is missing.
-
-    Raises:
-        ModelError: The entry of a modular index names another folder than the component's.
-    """
+    """Return the library and the class name of a component; the class is None if it is missing."""
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
         return _LIBRARIES[0], entry
     library, name, where = entry
-    subfolder = where.get("subfolder")
-    if name is None and not subfolder and where.get("pretrained_model_name_or_path") is None:
-        return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
-    if subfolder != part:
-        raise index.error(
-            f"the {part} is in the folder {short_repr(subfolder)}, and not in {part}",
-            UNSUPPORTED_HINT,
-            details={"component": part, "subfolder": short_repr(subfolder)},
-        )
+    if name is None and not where.get("subfolder"):
+        if where.get("pretrained_model_name_or_path", where.get("repo")) is None:
+            return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:
         library, name = hint
@@ -738,11 +795,20 @@ def _refuse_code(folder: Path) -> None:
     # The last pattern is refused, because an adapter_config.json can name a repository to load.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
-            name = short_repr(path.relative_to(folder).as_posix())
-            raise ModelError(
-                f"the folder contains {name}, but {_NO_CODE}",
-                "remove the file if the weights do not need it",
-            )
+            _refuse_file(path.relative_to(folder).as_posix())
+
+
+def _refuse_code_of(component: ComponentFolder) -> None:
+    for pattern in ("*.py", "adapter_config.json"):
+        for path in sorted(component.path.glob(pattern)):
+            _refuse_file(component.label(path.name))
+
+
+def _refuse_file(name: str) -> None:
+    raise ModelError(
+        f"the folder contains {short_repr(name)}, but {_NO_CODE}",
+        "remove the file if the weights do not need it",
+    )
 
 
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
@@ -754,7 +820,6 @@ _QUANTISED_HINT = (
 #: Dtypes that safetensors files use for quantised weights, which cannot be used without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
-_WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",

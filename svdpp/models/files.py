@@ -16,8 +16,7 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import tqdm
@@ -42,6 +41,8 @@ _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*", "guider/*"),
 )
+# Patterns of files without weights, in the folder of any component.
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 # Patterns of pickles and programs, which a tokenizer's folder may contain.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
@@ -106,8 +107,12 @@ class JsonFile:
     """JSON object that was read from a file of a checkpoint."""
 
     label: str
-    """Path of the file relative to the checkpoint's folder, for messages."""
+    """Path of the file relative to the checkpoint's folder, for messages. For a file of another
+    repository, the repository's name follows."""
     values: Mapping[str, Any]
+    hint: str = ""
+    """Hint of errors that have none of their own. "": the hint is to download the checkpoint
+    again."""
 
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
@@ -116,11 +121,13 @@ class JsonFile:
 
         Args:
             message: Message without the name of the file.
-            hint: Fix for the user. "": the hint is to download the checkpoint again.
+            hint: Fix for the user. "": the hint of this file.
             details: Further details by name; None: none.
         """
         return ModelError(
-            f"{self.label}: {message}", hint, details={"file": self.label, **(details or {})}
+            f"{self.label}: {message}",
+            hint or self.hint,
+            details={"file": self.label, **(details or {})},
         )
 
     def positive_int(self, key: str, largest: int) -> int:
@@ -174,41 +181,104 @@ class JsonFile:
             )
 
 
-def read_json(folder: Path, name: str) -> JsonFile:
+def read_json(folder: Path, name: str, *, label: str = "", hint: str = "") -> JsonFile:
     """Read a JSON object of at most 16 MiB from a file of a checkpoint.
 
     Args:
         folder: Folder of the checkpoint.
         name: Path of the file relative to `folder`.
+        label: Name of the file in messages; "": `name`.
+        hint: Hint of errors about the file; "": to download the checkpoint again.
 
     Raises:
         ModelError: The file is missing, is not a regular file, cannot be read, or does not contain
             a JSON object.
     """
+    label = label or name
+    details = {"file": label}
     if not (folder / name).is_file():  # a pipe counts as missing: reading it would never end
-        raise ModelError(f"{name} is missing", details={"file": name})
+        raise ModelError(f"{label} is missing", hint, details=details)
     try:
         with (folder / name).open("rb") as file:
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
-        raise ModelError(f"{name} cannot be read ({error.strerror})") from error
+        raise ModelError(f"{label} cannot be read ({error.strerror})", hint) from error
     # A file that is too long is read only in part, so its JSON is not valid either.
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{name} does not hold valid JSON", details={"file": name}) from error
+        raise ModelError(f"{label} does not hold valid JSON", hint, details=details) from error
     if not isinstance(values, dict):
-        raise ModelError(f"{name} does not hold a JSON object", details={"file": name})
-    return JsonFile(name, values)
+        raise ModelError(f"{label} does not hold a JSON object", hint, details=details)
+    return JsonFile(label, values, hint)
+
+
+@dataclass(frozen=True)
+class ComponentFolder:
+    """Folder with the files of one component."""
+
+    part: str
+    """Name of the component."""
+    root: Path
+    """Folder of the checkpoint, or snapshot folder of another repository of the hub."""
+    subfolder: str
+    """Path of the component's files relative to `root`; empty if they are in `root` itself."""
+    repository: str | None = None
+    """Hub id of the other repository; None: the component is in the checkpoint's own folder."""
+    variant: str | None = None
+    """Variant that the checkpoint's index names for the component; None: none."""
+
+    @property
+    def path(self) -> Path:
+        """Folder that has the component's files."""
+        return self.root / self.subfolder
+
+    def path_in_root(self, name: str) -> str:
+        """Return the path of a file, or a pattern of such paths, relative to `root`.
+
+        Args:
+            name: Name of a file of the component, or a pattern.
+        """
+        return f"{self.subfolder}/{name}" if self.subfolder else name
+
+    def label(self, name: str) -> str:
+        """Return the name of a file in messages: path, and repository if it is another one.
+
+        Args:
+            name: Name of a file of the component.
+        """
+        path = self.path_in_root(name)
+        return path if self.repository is None else f"{path} of {self.repository}"
+
+    def hint(self, name: str = "") -> str:
+        """Return the command that downloads a file again; "" for the checkpoint's own files.
+
+        Args:
+            name: Name of a file of the component; empty: all files of the repository.
+        """
+        if self.repository is None:
+            return ""
+        file = f" {shlex.quote(self.path_in_root(name))}" if name else ""
+        return f"hf download {shlex.quote(self.repository)}{file} --force-download"
+
+    def read_json(self, name: str) -> JsonFile:
+        """Read a JSON object from a file of the component.
+
+        Args:
+            name: Name of the file.
+
+        Raises:
+            ModelError: The file is missing or damaged.
+        """
+        return read_json(self.path, name, label=self.label(name), hint=self.hint(name))
 
 
 # --- hub ------------------------------------------------------------------------------------------
 
 
-def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
-    """Download a hub model's configs and the weights of components, unless the cache has them.
+def download(model: ModelConfig) -> Path:
+    """Download a hub model's configs, unless the cache has them.
 
     Args:
-        model: Hub model, with revision and variant.
-        components: Names of the components whose weights are downloaded.
+        model: Hub model, with revision.
 
     Returns:
         Folder of the model's snapshot in the hub's cache.
@@ -218,18 +288,64 @@ def download(model: ModelConfig, components: Collection[str] = ()) -> Path:
     """
     with hub_errors(model):
         given = model.local_files_only, _CONFIG_PATTERNS, _Silent
-        folder = _fetch(model.name, model.revision, *given)
+        return _fetch(model.name, model.revision, *given)
+
+
+def download_component_configs(model: ModelConfig, subfolders: Collection[str]) -> Path:
+    """Download all small files of components, such as configs, unless the cache has them.
+
+    Args:
+        model: Repository of the components, with revision.
+        subfolders: Folders of the components; "" is the root of the repository.
+
+    Returns:
+        Folder of the repository's snapshot in the hub's cache.
+
+    Raises:
+        ModelError: The hub cannot be reached or denies access, or the disk is full.
+    """
+    folders = [f"{subfolder}/" if subfolder else "" for subfolder in sorted(subfolders)]
+    patterns = tuple(f"{folder}{pattern}" for folder in folders for pattern in _SMALL_FILES)
+    with hub_errors(model, patterns=_SMALL_FILES):
+        return _fetch(model.name, model.revision, model.local_files_only, patterns, _Silent)
+
+
+def download_weights(model: ModelConfig, components: Iterable[ComponentFolder]) -> None:
+    """Download the weights of components of one repository, unless the cache has them.
+
+    Args:
+        model: Repository of the components, with revision and the requested variant.
+        components: Components whose weights are downloaded.
+
+    Raises:
+        ModelError: The hub cannot be reached or denies access, or the disk is full.
+    """
+    components = list(components)
     # The second pass, with the variant None, downloads plain files for components that lack the
     # variant.
     for variant in dict.fromkeys((model.variant, None)):
-        absent = [part for part in components if not _has_weights(folder, part, model.variant)]
-        if absent:
-            named = [_weight_names(part, variant) for part in absent]
-            patterns = tuple(chain(*((each.single, *each.shards, *each.indices) for each in named)))
-            revision = snapshot_commit(folder) or model.revision
-            with hub_errors(model, absent):
-                _fetch(model.name, revision, model.local_files_only, patterns, None)
-    return folder
+        absent = [each for each in components if not _has_weights(each, model.variant)]
+        if not absent:
+            return
+        patterns: list[str] = []
+        for component in absent:
+            wanted = component.variant if model.variant is None else variant
+            names = _weight_names(component.part, wanted)
+            every = (names.single, *names.shards, *names.indices)
+            patterns += map(component.path_in_root, every)
+        with hub_errors(
+            model,
+            missing=[each.part for each in absent],
+            patterns=[_weights_pattern(each) for each in absent],
+        ):
+            _fetch(model.name, model.revision, model.local_files_only, tuple(patterns), None)
+
+
+def _weights_pattern(component: ComponentFolder) -> str:
+    """Return a short pattern that all weight files of a component match, for a command."""
+    if component.subfolder:
+        return component.path_in_root("*")
+    return f"{_weight_stem(component.part)}*.safetensors*"
 
 
 @functools.cache  # cached, so that a process uses one commit even if the hub's model changes
@@ -250,9 +366,9 @@ class _Silent(tqdm.tqdm):  # type: ignore[misc]
         super().__init__(*args, **{**options, "disable": True})
 
 
-def _has_weights(folder: Path, component: str, variant: str | None) -> bool:
+def _has_weights(component: ComponentFolder, variant: str | None) -> bool:
     with suppress(ModelError):
-        return bool(weight_files(folder, component, variant))
+        return bool(weight_files(component, variant))
     return False
 
 
@@ -262,7 +378,12 @@ def snapshot_commit(snapshot: Path) -> str | None:
 
 
 @contextmanager
-def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator[None]:
+def hub_errors(
+    model: ModelConfig,
+    *,
+    missing: Collection[str] = (),
+    patterns: Collection[str] = _CONFIG_PATTERNS,
+) -> Iterator[None]:
     """Turn errors of `huggingface_hub` in the `with` block into a `ModelError`.
 
     The messages of `huggingface_hub` are left out, because they contain URLs and advice for other
@@ -270,7 +391,9 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
 
     Args:
         model: Model that the block downloads.
-        components: Names of the components whose weights the block downloads, for the message.
+        missing: Names of the components whose weights the block downloads, for the message.
+        patterns: Patterns of the files that the block downloads, for the hint. Without weights,
+            these are a few megabytes; a whole model can have 126 GB.
 
     Raises:
         ModelError: A download failed.
@@ -288,7 +411,7 @@ def hub_errors(model: ModelConfig, components: Collection[str] = ()) -> Iterator
         RuntimeError,
     ) as error:
         status = _status_of(error)
-        message, hint = _message_and_hint(error, status, model, components)
+        message, hint = _message_and_hint(error, status, model, missing, patterns)
         raise ModelError(
             message, hint, details={} if status is None else {"status": status}
         ) from error
@@ -301,7 +424,11 @@ def _status_of(error: Exception) -> int | None:
 
 
 def _message_and_hint(
-    error: Exception, status: int | None, model: ModelConfig, components: Collection[str]
+    error: Exception,
+    status: int | None,
+    model: ModelConfig,
+    missing: Collection[str],
+    patterns: Collection[str],
 ) -> tuple[str, str]:
     from huggingface_hub import errors
 
@@ -315,13 +442,10 @@ def _message_and_hint(
             hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
             return "neither a local folder nor a model on the hub", hint
         case errors.LocalEntryNotFoundError() if status not in (401, 403):
-            missing = f" ({', '.join(components)} missing)" if components else ""
-            # Without `components`, the hint downloads only configs: a few megabytes instead of up
-            # to 126 GB.
-            needed = [f"{part}/*" for part in components] or _CONFIG_PATTERNS
-            only = "".join(f" --include '{each}'" for each in needed)
+            named = f" ({', '.join(missing)} missing)" if missing else ""
+            only = "".join(f" --include '{each}'" for each in patterns)
             return (
-                f"not fully cached here{missing}, and the hub is unreachable or offline mode is on",
+                f"not fully cached here{named}, and the hub is unreachable or offline mode is on",
                 f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
                 "`model` demo",
             )
@@ -336,6 +460,18 @@ def _message_and_hint(
 
 # --- weights --------------------------------------------------------------------------------------
 
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
+
+
+def has_weights(part: str) -> bool:
+    """Whether a component has weights; tokenizers, processors, guiders and schedulers have none."""
+    return not is_tokenizer(part) and not part.endswith(_WITHOUT_WEIGHTS)
+
+
+def is_tokenizer(part: str) -> bool:
+    """Whether a component is a tokenizer of text; tokenizers of sound are models with weights."""
+    return part.startswith(("tokenizer", "text_tokenizer"))
+
 
 class _Names(NamedTuple):
     """File names of a component's weights in one variant."""
@@ -349,97 +485,98 @@ class _Names(NamedTuple):
     2024."""
 
 
-def _weight_names(component: str, variant: str | None) -> _Names:
+def _weight_stem(part: str) -> str:
     # Weight files of text and image encoders are named by transformers, all others by diffusers.
-    stem = "model" if "_encoder" in component else "diffusion_pytorch_model"
-    start, tag = f"{component}/{stem}", f".{variant}" if variant else ""
+    return "model" if "_encoder" in part else "diffusion_pytorch_model"
+
+
+def _weight_names(part: str, variant: str | None) -> _Names:
+    stem, tag = _weight_stem(part), f".{variant}" if variant else ""
     return _Names(
-        f"{start}{tag}.safetensors",
-        (
-            f"{start}{tag}-?????-of-?????.safetensors",
-            f"{start}-?????-of-?????{tag}.safetensors",
-        ),
-        (f"{start}.safetensors.index{tag}.json", f"{start}.safetensors{tag}.index.json"),
+        f"{stem}{tag}.safetensors",
+        (f"{stem}{tag}-?????-of-?????.safetensors", f"{stem}-?????-of-?????{tag}.safetensors"),
+        (f"{stem}.safetensors.index{tag}.json", f"{stem}.safetensors{tag}.index.json"),
     )
 
 
-def _file_names(folder: Path, component: str) -> list[str]:
+def _file_names(component: ComponentFolder) -> list[str]:
     # Only regular files are listed, because reading a pipe would never end.
-    paths = filter(Path.is_file, (folder / component).glob("*"))
-    return sorted(f"{component}/{path.name}" for path in paths)
+    return sorted(path.name for path in component.path.glob("*") if path.is_file())
 
 
-def _has_names(folder: Path, component: str, variant: str | None) -> bool:
-    known = _weight_names(component, variant)
-    names = _file_names(folder, component)
+def _has_names(component: ComponentFolder, variant: str | None) -> bool:
+    known = _weight_names(component.part, variant)
+    names = _file_names(component)
     return any(name == known.single or name in known.indices for name in names)
 
 
-def variant_of(folder: Path, component: str, variant: str | None) -> str | None:
+def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
     """Return the variant in which a component's weights are read; None: the plain files.
 
     As in diffusers, a component that lacks the variant is read from its plain files if another
-    component has the variant.
+    component has the variant. A component of another repository needs no such other component.
 
     Args:
-        folder: Folder of the checkpoint.
-        component: Name of the component.
-        variant: Requested variant, such as fp16; None: the plain files.
+        component: Folder of the component.
+        variant: Requested variant, such as fp16. None: the variant that the index names.
     """
-    if variant is None or _has_names(folder, component, variant):
+    if variant is None:
+        return component.variant
+    if _has_names(component, variant):
         return variant
-    others = {path.parent.name for path in folder.glob("*/*.safetensors*")} - {component}
-    is_mixed = any(_has_names(folder, other, variant) for other in others)
-    return None if is_mixed and _has_names(folder, component, None) else variant
+    root = component.root
+    folders = {path.parent.name for path in root.glob("*/*.safetensors*")} - {component.subfolder}
+    others = [ComponentFolder(name, root, name) for name in folders]
+    is_mixed = component.repository is not None or any(_has_names(o, variant) for o in others)
+    return None if is_mixed and _has_names(component, None) else variant
 
 
-def weight_files(folder: Path, component: str, variant: str | None) -> list[str]:
+def weight_files(component: ComponentFolder, variant: str | None) -> list[Path]:
     """Return the weight files of a component that diffusers and transformers read.
 
     The result is a single file, or the shards that an index lists. If both exist, diffusers reads
     the shards and transformers reads the single file.
 
     Args:
-        folder: Folder of the checkpoint.
-        component: Name of the component.
+        component: Folder of the component.
         variant: Requested variant; see `variant_of`.
 
     Raises:
         ModelError: The component has no weight files, or the index is damaged.
     """
-    variant = variant_of(folder, component, variant)
-    names, known = _file_names(folder, component), _weight_names(component, variant)
+    part, variant = component.part, variant_of(component, variant)
+    names, known = _file_names(component), _weight_names(part, variant)
     index = next((each for each in known.indices if each in names), None)
-    if index is not None and not ("_encoder" in component and known.single in names):
-        return _shards(read_json(folder, index), component, known.shards, names)
+    if index is not None and not ("_encoder" in part and known.single in names):
+        return [component.path / name for name in _shards(component, index, known.shards, names)]
     if known.single in names:
-        return [known.single]
-    details = {"component": component, "variant": variant}
-    missing = f"{known.single} is missing"
-    if others := [name for name in names if not name.endswith(".json")]:
+        return [component.path / known.single]
+    details = {"component": part, "variant": variant}
+    missing = f"{component.label(known.single)} is missing"
+    if others := [component.path_in_root(name) for name in names if not name.endswith(".json")]:
         there = f"{missing}; there are {short_repr(', '.join(others))}"
         raise ModelError(there, _WEIGHTS_HINT, details=details)
-    raise ModelError(missing, details=details)
+    raise ModelError(missing, component.hint(), details=details)
 
 
 def _shards(
-    index: JsonFile, component: str, patterns: tuple[str, ...], names: list[str]
+    component: ComponentFolder, name_of_index: str, patterns: tuple[str, ...], names: list[str]
 ) -> list[str]:
+    index = component.read_json(name_of_index)
     listed = index.values.get("weight_map")
     files = listed.values() if isinstance(listed, dict) else [listed]
     for name in files:  # an untrusted index could name a pickle, or a file outside the folder
-        path = f"{component}/{name}"
-        if not any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns):
+        if not any(fnmatch.fnmatchcase(str(name), pattern) for pattern in patterns):
             raise index.error(
                 f"the index lists {short_repr(name)}, which is not the name of a shard"
             )
-    shards = sorted({f"{component}/{name}" for name in files})
+    shards = sorted({*map(str, files)})
     # Shards are missing after an interrupted download, for example.
     if missing := {*shards} - {*names}:
         raise index.error(
             f"{len(missing)} of {len(shards)} shards are missing",
             details={
-                "missing": sorted(missing),
+                "missing": [component.path_in_root(name) for name in sorted(missing)],
                 "missing_shards": len(missing),
                 "shards": len(shards),
             },
@@ -456,19 +593,24 @@ def read_dtypes(path: Path) -> list[str]:
     return [entry["dtype"] for entry in read_safetensors_header(path)[1].values()]
 
 
-def fingerprint(folder: Path, files: Iterable[Path]) -> str:
+def fingerprint(files: Mapping[str, Path]) -> str:
     """Return the SHA-256 of the headers of weight files and of 64 bytes of each tensor, in hex.
 
     This reads a few hundred KB instead of several GB. The result differs for models that were
     trained differently, because training changes every number. Only `Checkpoint.file_hashes`
     detects any change.
 
+    Args:
+        files: Weight files by name. The name, such as `vae/model.safetensors`, is hashed, too.
+
     Raises:
         ModelError: A file cannot be read, or is damaged.
     """
     digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+    # Sorted by folder, then by name, as paths are.
+    for name in sorted(files, key=PurePosixPath):
+        path = files[name]
+        digest.update(name.encode() + b"\0")
         header, entries = read_safetensors_header(path)
         digest.update(header)
         with path.open("rb") as file:

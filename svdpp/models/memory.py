@@ -30,14 +30,19 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.errors import ModelError, RequestError, SvdppError, first_line
 from svdpp.models.base import PreparedInput, Tensors
-from svdpp.models.checkpoint import Checkpoint, has_weights
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine import load
 from svdpp.models.engine.attention import set_attention_backend
 from svdpp.models.engine.factory import model_class
 from svdpp.models.engine.gguf_denoisers import quantise_fake
 from svdpp.models.engine.model import blank_input
 from svdpp.models.engine.records import component_methods, patch_methods, tensors_in
-from svdpp.models.files import display_name, library_errors, read_safetensors_header
+from svdpp.models.files import (
+    display_name,
+    has_weights,
+    library_errors,
+    read_safetensors_header,
+)
 from svdpp.models.gguf_files import find_denoisers
 from svdpp.models.lora_files import lora_bytes
 from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
@@ -325,7 +330,7 @@ class _FakeModel:
 
     def _module(self, cls: Any, part: str, dtype: torch.dtype) -> Any:
         with self._fake, _ConstructionMode(dtype):
-            module = load.build_module(cls, self._checkpoint.folder / part)
+            module = load.build_module(cls, self._checkpoint.component_folder(part).path)
         kept = set(load.fp32_parameters(module, dtype))
         with self._fake:
             # Constructors create some parameters in float32.

@@ -331,7 +331,8 @@ class Capabilities:
             model, weights = checkpoint.folder.name, checkpoint.fingerprint
         elif checkpoint.revision is not None:
             weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))
-        added = [file.identity for file in checkpoint.loras]
+        added = [f"{part}={at}" for part, at in sorted(checkpoint.external_components.items())]
+        added += [file.identity for file in checkpoint.loras]
         added += [file.identity for file in checkpoint.denoisers]
         return cls(
             model=model,

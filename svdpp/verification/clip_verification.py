@@ -239,6 +239,9 @@ def _config(
         model=ModelConfig(
             name=metadata["model"],
             **{name: metadata[name] for name in same},
+            component_revisions=tuple(
+                (part, at.rpartition("@")[2]) for part, at in _recorded_components(metadata).items()
+            ),
             vae_tiling=metadata.get("vae_tiling", False),
             local_files_only=settings.local_files_only,
             loras=tuple(map(_lora, metadata.get("lora", ()))),
@@ -252,6 +255,11 @@ def _config(
         timeout_seconds=settings.timeout,
         start_timeout_seconds=settings.start_timeout,
     )
+
+
+def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Return the commits of the components that were in other repositories, by component."""
+    return dict(metadata.get("components", {}))
 
 
 def _lora(recorded: Mapping[str, Any]) -> Lora:
@@ -275,12 +283,19 @@ def choose_device(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
 
 def _check_weights(clip: ClipOnDisk, config: PipelineConfig) -> None:
     recorded = clip.metadata["weights_fingerprint"]
-    if recorded is None and not config.model.loras and not config.model.denoisers:
+    components = _recorded_components(clip.metadata)
+    model = config.model
+    if recorded is None and not components and not model.loras and not model.denoisers:
         return
-    if find_checkpoint(config.model).fingerprint != recorded:
+    found = find_checkpoint(model)
+    if found.fingerprint != recorded or found.external_components != components:
         raise ModelError(
             f"the weights of model {display_name(clip.metadata['model'])} have changed since "
             f"{clip.path.name!r} was made",
             "restore the weights, or make the clip again: svdpp run --overwrite",
-            details={"clip": str(clip.path), "weights_fingerprint": recorded},
+            details={
+                "clip": str(clip.path),
+                "weights_fingerprint": recorded,
+                "components": components,
+            },
         )

@@ -302,6 +302,7 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
     """
     cls = getattr(diffusers, checkpoint.spec.pipeline(from_image))
     weighted = checkpoint.weighted_components
+    folders = checkpoint.component_folders
     pipe = cls(pretrained_model_name_or_path=str(checkpoint.folder), local_files_only=True)
     silence_blocks(pipe._blocks)
     with library_errors("the pipeline"):
@@ -310,6 +311,11 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
             dtype={part: component_dtype(checkpoint, part, model.dtype) for part in weighted},
             variant={part: checkpoint.variant_of(part) for part in weighted},
             use_safetensors=dict.fromkeys(weighted, True),
+            # Snapshots in the hub's cache, so that a repository that has changed since then is not
+            # read at another commit.
+            pretrained_model_name_or_path={each.part: str(each.root) for each in folders},
+            subfolder={each.part: each.subfolder for each in folders},
+            revision={each.part: None for each in folders},
             local_files_only=True,
         )
     # The processors are loaded as on a rank, because transformers lacks some of their classes

@@ -23,9 +23,15 @@ from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_details
 from svdpp.models.base import DTYPES
-from svdpp.models.checkpoint import Checkpoint, has_weights, is_tokenizer
+from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.gguf_denoisers import load_denoiser
-from svdpp.models.files import library_errors, read_safetensors_header, short_repr
+from svdpp.models.files import (
+    has_weights,
+    is_tokenizer,
+    library_errors,
+    read_safetensors_header,
+    short_repr,
+)
 from svdpp.plan.roles import Roles
 
 #: Names of the Python modules that define the component classes.
@@ -262,11 +268,12 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     Raises:
         ModelError: The component's files are missing or damaged.
     """
-    folder = checkpoint.folder / part
+    folder = checkpoint.component_folder(part).path
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
         # transformers would return an empty tokenizer
-        raise ModelError("tokenizer/tokenizer.json is missing")
+        missing = checkpoint.component_folder(part).label("tokenizer.json")
+        raise ModelError(f"{missing} is missing")
     with library_errors(part, checkpoint):
         if not issubclass(cls, ProcessorMixin):
             return cls.from_pretrained(folder, local_files_only=True)
@@ -351,7 +358,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     # raise an error.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
-        checkpoint.folder / part,
+        checkpoint.component_folder(part).path,
         local_files_only=True,
         use_safetensors=True,
         variant=checkpoint.variant_of(part),
@@ -401,7 +408,7 @@ def build_without_weights(checkpoint: Checkpoint, part: str) -> Any:
     """
     cls = component_class(part, dict(checkpoint.classes)[part])
     with library_errors(part, checkpoint), torch.device("meta"):
-        return build_module(cls, checkpoint.folder / part).eval()
+        return build_module(cls, checkpoint.component_folder(part).path).eval()
 
 
 def build_module(cls: Any, folder: Path) -> Any:
