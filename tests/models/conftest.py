@@ -1,15 +1,18 @@
-"""Fixtures: tiny checkpoints, each saved once, and a copy of SVD's for tests that damage it."""
+"""Fixtures: tiny checkpoints, each saved once, a copy of SVD's to damage, and a hub."""
 
 from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import huggingface_hub
 import pytest
 
+from svdpp.models import files
+from tests.support.local_hub import TOKEN, Hub, running_hub
 from tests.support.range_checks import TinyModel, model_of, read_folder, source
 from tests.support.tiny_families import save_tiny
 
@@ -51,3 +54,26 @@ def tiny(tiny_models: Callable[[str], TinyModel]) -> Path:
 def folder(tiny: Path, tmp_path: Path) -> Path:
     """A copy of SVD's."""
     return Path(shutil.copytree(tiny, tmp_path / "tiny"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty hub cache, and a token that no message may contain."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    files._fetch.cache_clear()
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:  # noqa: ARG001
+    """A hub on this machine, which the hub's library asks."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    huggingface_hub.close_session()
+    with running_hub() as running:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", running.url)
+        addresses = running.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
+        yield running
+        huggingface_hub.close_session()

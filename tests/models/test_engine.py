@@ -284,8 +284,8 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("wan-modular", MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider"),
         (
             *("wan-modular", MODULAR_INDEX),
-            {"vae": ["diffusers", "AutoencoderKLWan", {"subfolder": "other"}]},
-            "the vae is in the folder 'other'",
+            {"vae": ["diffusers", "AutoencoderKLWan", {"subfolder": "../other"}]},
+            "the subfolder of the vae is '../other'",
         ),
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import ClassVar
 
 import huggingface_hub
 import pytest
@@ -31,88 +27,11 @@ from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.factory import load_engine_model
 from tests.models.test_checkpoint import error_of
 from tests.support.gguf_writer import save_gguf
+from tests.support.local_hub import COMMIT, TOKEN, Hub
 from tests.support.shell import svdpp_here
 from tests.support.tiny_families import save_tiny_wan
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-TOKEN = "hf_" + "x" * 34
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub with one model, which records the requested files; or every answer is one error."""
-
-    error: ClassVar[tuple[int, str]] = (200, "")
-    folder: ClassVar[Path]
-    requested: ClassVar[list[str]]
-
-    def do_GET(self) -> None:
-        status, code = self.error
-        answer = self._answer() if status == 200 else b""
-        if answer is None:
-            status, answer = 404, b""
-        self.send_response(status)
-        self.send_header("X-Error-Code", code)
-        self.send_header("X-Error-Message", f"denied for {TOKEN}")
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", hashlib.sha256(answer).hexdigest())
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(answer)
-
-    do_HEAD = do_GET
-
-    def _answer(self) -> bytes | None:
-        """None for paths of the library's that this hub does not have."""
-        if "/tree/" in self.path:
-            files = [path for path in self.folder.rglob("*") if path.is_file()]
-            names = {path.relative_to(self.folder).as_posix(): path for path in files}
-            tree = [
-                {"type": "file", "path": name, "size": path.stat().st_size, "oid": name}
-                for name, path in names.items()
-            ]
-            return json.dumps(tree).encode()
-        if self.path.startswith("/api/models/org/tiny"):
-            return json.dumps({"id": "org/tiny", "sha": COMMIT}).encode()
-        name = self.path.removeprefix(f"/org/tiny/resolve/{COMMIT}/")
-        name = name.removeprefix("/org/tiny/resolve/main/")
-        if name == self.path:
-            return None
-        self.requested.append(name)
-        return (self.folder / name).read_bytes()
-
-    def log_message(self, *args: object) -> None:
-        """Prints nothing."""
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache, and a token that no message may contain."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    files._fetch.cache_clear()
-    return tmp_path / "hub"
-
-
-@pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:  # noqa: ARG001
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    huggingface_hub.close_session()
-    handler = type("OneHub", (Hub,), {"requested": []})
-    server = HTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    url = f"http://127.0.0.1:{server.server_port}"
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", url)
-    addresses = url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(huggingface_hub.constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
-    yield handler
-    huggingface_hub.close_session()
-    server.shutdown()
-    thread.join()
-    server.server_close()
 
 
 @pytest.mark.parametrize(
