@@ -753,9 +753,9 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
         return _LIBRARIES[0], entry
     library, name, where = entry
-    if name is None and not where.get("subfolder"):
-        if where.get("pretrained_model_name_or_path", where.get("repo")) is None:
-            return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
+    places = ("subfolder", "pretrained_model_name_or_path", "repo")
+    if name is None and not any(map(where.get, places)):
+        return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:
         library, name = hint
