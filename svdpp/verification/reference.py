@@ -41,7 +41,7 @@ from svdpp.models.engine.load import (
 )
 from svdpp.models.engine.loras import PipelineLoras
 from svdpp.models.engine.model import audio_rate, call_arguments, to_audio
-from svdpp.models.engine.modular_call import denoising_loops
+from svdpp.models.engine.modular_blocks import denoising_loops
 from svdpp.models.engine.modular_state import StatePacker
 from svdpp.models.engine.records import (
     Packer,

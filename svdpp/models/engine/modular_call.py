@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +40,6 @@ from diffusers.modular_pipelines.modular_pipeline import (
     BlockState,
     ConditionalPipelineBlocks,
     LoopSequentialPipelineBlocks,
-    SequentialPipelineBlocks,
 )
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
@@ -49,16 +48,31 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
 from svdpp.models.engine.call import global_states
+from svdpp.models.engine.component_attributes import (
+    attributes_of,
+    modules_of,
+    set_back_component,
+    snapshot_component,
+)
 from svdpp.models.engine.hooks import hook
-from svdpp.models.engine.modular_state import NOT_STATE, StatePacker, StateUnpacker
+from svdpp.models.engine.modular_blocks import (
+    SubBlockEntry,
+    generators_in,
+    is_denoising_loop,
+    leaf_blocks,
+    repeats_blocks,
+    same_in,
+    traced_block_state,
+    uses_denoisers,
+    values_of,
+)
+from svdpp.models.engine.modular_state import StatePacker, StateUnpacker
 from svdpp.models.engine.records import (
     Node,
     is_unchanged,
     patch_methods,
-    snapshot_attributes,
     step_latent,
     tensors_differ,
-    tensors_in,
 )
 from svdpp.models.engine.shared_calls import SharedCalls
 
@@ -68,11 +82,6 @@ class _Stop(BaseException):
 
     It is no `Exception`, because diffusers logs those with their tracebacks.
     """
-
-
-#: Attributes of a component or of its modules: name of the module (empty: the component itself),
-#: then name of the attribute.
-_Attributes = dict[str, dict[str, Any]]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -125,7 +134,7 @@ class ModularCall:
         self._outputs: list[Node | None] = []
         self._series: list[Any] = []
         self._ran_step = False
-        self._entry: _Entry | None = None
+        self._entry: SubBlockEntry | None = None
         self._is_shared_block = False  # whether the sub-block's calls are shared with a second rank
 
     def packet(self) -> Tensors:
@@ -202,7 +211,7 @@ class ModularCall:
                 return components, state
             self._resume = self.given["loop"]
         self._block, self._state, self._iteration = block, state, 0
-        if _is_loop(block, self._denoisers):
+        if is_denoising_loop(block, self._denoisers):
             self._loop = block
             if self._steps == self.end and self._resume is None:
                 self._latents = state.values.get(LATENTS)
@@ -238,19 +247,19 @@ class ModularCall:
         index, self._iteration = self._iteration, self._iteration + 1
         self._sub_block, self._skipped, self._block_state = 0, 0, block_state
         if self._resume is not None:
-            values = _values_of(block_state)
+            values = values_of(block_state)
             values.clear()  # also after the last iteration
             values.update(self._received_block_state)
             if index < self._resume["iteration"]:
                 return components, block_state
             self._skipped, self._resume = self._resume["sub_block"], None
         self._first_uses = {}
-        block_state.__class__ = _traced_class(self._first_uses)
+        block_state.__class__ = traced_block_state(self._first_uses)
         result = real(components, block_state, **kwargs)
         block_state.__class__ = BlockState
         if self._evaluations and not self.spec.schedulers:
             self._inner_steps += 1
-            self._end_step(_values_of(block_state)[LATENTS])
+            self._end_step(values_of(block_state)[LATENTS])
             if self._steps == self.end:
                 self._pack({"iteration": index, "sub_block": self._sub_block})
         return result
@@ -270,9 +279,9 @@ class ModularCall:
         if self.given is not None and self.given["inner"] and not self._ran_step:
             self._phantom_steps = self.given["inner"]["steps"]
             self._set_generators(self.given["inner"]["generators"])
-        self._entry = _Entry(_values_of(block_state))
+        self._entry = SubBlockEntry(values_of(block_state))
         run = functools.partial(real, components, block_state, **kwargs)
-        if self.shared is not None and _uses(block, self._denoisers):
+        if self.shared is not None and uses_denoisers(block, self._denoisers):
             result = self._run_shared(self.shared, self._entry, run)
         else:
             result = run()
@@ -280,23 +289,21 @@ class ModularCall:
             self._pack({"iteration": self._iteration - 1, "sub_block": self._sub_block})
         return result
 
-    def _run_shared(self, shared: SharedCalls, entry: _Entry, run: Callable[[], Any]) -> Any:
+    def _run_shared(self, shared: SharedCalls, entry: SubBlockEntry, run: Callable[[], Any]) -> Any:
         """Run a sub-block whose calls of denoisers are shared with a second rank."""
         schedulers = (each for each in entry.values.values() if isinstance(each, SchedulerMixin))
-        before = [(part, _snapshot(part)) for part in (*self._parts.values(), *schedulers)]
+        before = [(part, snapshot_component(part)) for part in (*self._parts.values(), *schedulers)]
 
         def set_back() -> None:
             if name := entry.changed_in_place():
                 raise self._error(f"changes {name} in place in a block that calls the denoiser")
-            values = _values_of(self._block_state)
+            values = values_of(self._block_state)
             values.clear()
             values.update(entry.values)
-            for generator, state in zip(
-                _generators_in(entry.values), entry.generators, strict=True
-            ):
+            for generator, state in zip(generators_in(entry.values), entry.generators, strict=True):
                 generator.set_state(state)
             for part, attributes in before:
-                _set_back(part, attributes)
+                set_back_component(part, attributes)
             self._evaluations, self._outputs = 0, []
 
         if self._evaluations:
@@ -375,7 +382,7 @@ class ModularCall:
             outputs = self._outputs
         # A step may have several schedulers. The first call after the denoiser's ends the step.
         if self._evaluations or (is_phantom and self._outputs):
-            states = [each.get_state() for each in _generators_in(_values_of(self._block_state))]
+            states = [each.get_state() for each in generators_in(values_of(self._block_state))]
             made = {"result": result, "outputs": outputs, "generators": states}
             self._series[-1:] = [made]
             self._inner_steps += 1
@@ -412,14 +419,14 @@ class ModularCall:
         packer = self._packer = StatePacker(self.pipe.components)
         values: dict[str, Any] = {}
         if place is not None:
-            values = _values_of(self._block_state)
+            values = values_of(self._block_state)
             if is_inside:
                 assert self._entry is not None
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
                     raise self._error(f"changes {name} in place in a block with steps inside")
         assert self._latents is not None
-        latents = packer.pack(_same_in(values, self._latents), LATENTS)
+        latents = packer.pack(same_in(values, self._latents), LATENTS)
         # Values that an iteration writes before it reads them need not travel. This is known only
         # after a whole iteration, and packets must not depend on where their calls began: so not
         # if an iteration has several steps.
@@ -472,9 +479,9 @@ class ModularCall:
 
         The second set has the names of values by whose presence blocks choose branches.
         """
-        every = _leaf_blocks(self.pipe._blocks)
+        every = leaf_blocks(self.pipe._blocks)
         at = next(place for place, (leaf, _) in enumerate(every) if leaf is self._block)
-        repeating = [each for each in every[at][1] if _repeats(each)]
+        repeating = [each for each in every[at][1] if repeats_blocks(each)]
         for place, (_, around) in enumerate(every):
             if any(each in repeating for each in around):
                 at = min(at, place)
@@ -495,7 +502,7 @@ class ModularCall:
         for part, component in self._parts.items():
             is_denoiser = part in self._denoisers
             modules = {}
-            for module, attributes in _attributes_of(component).items():
+            for module, attributes in attributes_of(component).items():
                 before = self._before[part].get(module, {})
                 changed = {
                     name: value
@@ -561,7 +568,7 @@ class ModularCall:
     def _set_attributes(self) -> None:
         assert self.given is not None
         for part, modules in self.given["attributes"].items():
-            known = _modules_of(self._parts[part])
+            known = modules_of(self._parts[part])
             for module, attributes in modules.items():
                 values = {name: self._unpacker.get(node) for name, node in attributes.items()}
                 vars(known[module]).update(values)
@@ -594,7 +601,7 @@ class ModularCall:
             name: each if name in self._denoisers else copy.deepcopy(each)
             for name, each in own.items()
         }
-        self._before = {name: _attributes_of(each) for name, each in self._parts.items()}
+        self._before = {name: attributes_of(each) for name, each in self._parts.items()}
         with ExitStack() as stack:
             for name, part in self._parts.items():
                 setattr(pipe, name, part)
@@ -602,7 +609,7 @@ class ModularCall:
                 if isinstance(part, SchedulerMixin):
                     self._hook_scheduler(part)
             for name, denoiser in self._denoisers.items():
-                stack.callback(_set_back, denoiser, self._before[name])
+                stack.callback(set_back_component, denoiser, self._before[name])
                 forward = self._denoiser(name, denoiser)
                 stack.enter_context(patch_methods(denoiser, forward=forward))
             pipe._blocks = copy.deepcopy(blocks)  # all pipelines of a process may share blocks
@@ -637,161 +644,3 @@ class ModularCall:
 
     def _hook_scheduler(self, scheduler: Any) -> None:
         hook(scheduler, self, {"step": "step", "set_timesteps": "set_timesteps"})
-
-
-class _Entry:
-    """State in which a sub-block begins, for a cut inside it, or to run it twice."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.values = dict(values)
-        self.generators = [each.get_state() for each in _generators_in(values)]
-        self._copies = {
-            name: copy.copy(each) if isinstance(each, (list, dict)) else each
-            for name, each in values.items()
-        }
-        self._versions = {
-            name: [each._version for each in tensors_in(value)] for name, value in values.items()
-        }
-
-    def changed_in_place(self) -> str | None:
-        """Return the name of the first value that was changed in place; None: no value was."""
-        for name, value in self.values.items():
-            versions = [each._version for each in tensors_in(value)]
-            if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
-                return name
-        return None
-
-
-def _traced_class(first_uses: dict[str, str]) -> Any:
-    """Return a subclass of `BlockState` that notes how each attribute is used first.
-
-    Args:
-        first_uses: Dict that gets "read" or "written" for each name.
-    """
-
-    class Traced(BlockState):  # type: ignore[misc]
-        def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__":  # as in `as_dict`, which reads all values
-                for each in object.__getattribute__(self, name):
-                    first_uses.setdefault(each, "read")
-            elif not name.startswith("__"):
-                first_uses.setdefault(name, "read")
-            return object.__getattribute__(self, name)
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            first_uses.setdefault(name, "written")
-            object.__setattr__(self, name, value)
-
-    return Traced
-
-
-def _values_of(block_state: Any) -> dict[str, Any]:
-    """Return the values of a `BlockState` without noting a use of them."""
-    values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
-    return values
-
-
-def _same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value that is the tensor itself or an equal view of it, which is packed once."""
-    for value in values.values():
-        if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
-            return value
-    return tensor
-
-
-def _is_leaf(block: Any) -> bool:
-    """Whether a block does work itself, and is no container of top-level blocks."""
-    return isinstance(block, LoopSequentialPipelineBlocks) or not block.sub_blocks
-
-
-def _leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return the top-level blocks of all branches, each with the containers around it."""
-    if _is_leaf(block):
-        return [(block, around)]
-    containers = (*around, block)
-    return [leaf for each in block.sub_blocks.values() for leaf in _leaf_blocks(each, containers)]
-
-
-def _repeats(block: Any) -> bool:
-    """Whether a container runs its blocks in its own way, perhaps several times."""
-    own = type(block).__call__ is not SequentialPipelineBlocks.__call__
-    return isinstance(block, SequentialPipelineBlocks) and own
-
-
-def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
-    """Return the blocks of a modular pipeline that are denoising loops, of all branches.
-
-    Args:
-        pipe: Modular pipeline of diffusers.
-        denoisers: Names of the pipeline's denoisers.
-    """
-    return [leaf for leaf, _ in _leaf_blocks(pipe._blocks) if _is_loop(leaf, denoisers)]
-
-
-def _is_loop(block: Any, denoisers: Collection[str]) -> bool:
-    return isinstance(block, LoopSequentialPipelineBlocks) and _uses(block, denoisers)
-
-
-def _uses(block: Any, denoisers: Collection[str]) -> bool:
-    """Whether a block declares that it uses a denoiser."""
-    return any(name in denoisers for name in block.component_names)
-
-
-def _modules_of(component: Any) -> dict[str, Any]:
-    is_module = isinstance(component, torch.nn.Module)
-    return dict(component.named_modules()) if is_module else {"": component}
-
-
-def _attributes_of(component: Any) -> _Attributes:
-    """Return the attributes of a component that steps may change, besides its weights.
-
-    Raises:
-        ModelError: The component has a hook of diffusers, which may have a state.
-    """
-    modules = _modules_of(component)
-    for module in modules.values():
-        if getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
-            hook = next(iter(module._diffusers_hook.hooks))
-            raise ModelError(
-                f"{type(component).__name__} has the hook {hook}, whose state no packet carries",
-                details={"component": type(component).__name__, "hook": hook},
-            )
-    return {
-        name: {
-            key: value
-            for key, value in snapshot_attributes(module).items()
-            if key not in NOT_STATE and not key.endswith("_hooks")
-        }
-        for name, module in modules.items()
-    }
-
-
-def _snapshot(component: Any) -> _Attributes:
-    """Return the attributes of a component before a block that runs twice.
-
-    Those of a guider are copied, except tensors, because a guider may keep objects that it changes.
-    """
-    attributes = _attributes_of(component)
-    if isinstance(component, (torch.nn.Module, SchedulerMixin)):
-        return attributes
-    kept = {id(each): each for each in tensors_in(attributes)}
-    return copy.deepcopy(attributes, kept)
-
-
-def _set_back(component: Any, before: _Attributes) -> None:
-    """Give a component the attributes that it had, and remove those that steps have added."""
-    modules = _modules_of(component)
-    for name, attributes in _attributes_of(component).items():
-        for added in attributes.keys() - before[name].keys():
-            object.__delattr__(modules[name], added)
-        vars(modules[name]).update(before[name])
-
-
-def _generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:
-    """Return the random generators in the values of a state, each once."""
-    found = {}
-    for value in values.values():
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, torch.Generator):
-                found[id(each)] = each
-    return list(found.values())

@@ -1,0 +1,130 @@
+"""Blocks of a modular pipeline, and the values of a `BlockState`, which sub-blocks share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from diffusers.modular_pipelines.modular_pipeline import (
+    BlockState,
+    LoopSequentialPipelineBlocks,
+    SequentialPipelineBlocks,
+)
+
+from svdpp.models.engine.records import is_unchanged, tensors_in
+
+# --- the tree of blocks ---------------------------------------------------------------------------
+
+
+def _is_leaf(block: Any) -> bool:
+    """Whether a block does work itself: it is a loop, or has no sub-blocks."""
+    return isinstance(block, LoopSequentialPipelineBlocks) or not block.sub_blocks
+
+
+def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
+    """Return the top-level blocks of all branches, each with the containers around it."""
+    if _is_leaf(block):
+        return [(block, around)]
+    containers = (*around, block)
+    return [leaf for each in block.sub_blocks.values() for leaf in leaf_blocks(each, containers)]
+
+
+def repeats_blocks(block: Any) -> bool:
+    """Whether a container runs its blocks in its own way, perhaps several times."""
+    own = type(block).__call__ is not SequentialPipelineBlocks.__call__
+    return isinstance(block, SequentialPipelineBlocks) and own
+
+
+def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
+    """Return the blocks of a modular pipeline that are denoising loops, of all branches.
+
+    Args:
+        pipe: Modular pipeline of diffusers.
+        denoisers: Names of the pipeline's denoisers.
+    """
+    return [leaf for leaf, _ in leaf_blocks(pipe._blocks) if is_denoising_loop(leaf, denoisers)]
+
+
+def is_denoising_loop(block: Any, denoisers: Collection[str]) -> bool:
+    """Whether a block runs sub-blocks in a loop, one of which calls a denoiser."""
+    return isinstance(block, LoopSequentialPipelineBlocks) and uses_denoisers(block, denoisers)
+
+
+def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
+    """Whether a block declares that it uses a denoiser."""
+    return any(name in denoisers for name in block.component_names)
+
+
+# --- the values of a BlockState -------------------------------------------------------------------
+
+
+class SubBlockEntry:
+    """State in which a sub-block begins, for a cut inside it, or to run it twice."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.values = dict(values)
+        self.generators = [each.get_state() for each in generators_in(values)]
+        self._copies = {
+            name: copy.copy(each) if isinstance(each, (list, dict)) else each
+            for name, each in values.items()
+        }
+        self._versions = {
+            name: [each._version for each in tensors_in(value)] for name, value in values.items()
+        }
+
+    def changed_in_place(self) -> str | None:
+        """Return the name of the first value that was changed in place; None: no value was."""
+        for name, value in self.values.items():
+            versions = [each._version for each in tensors_in(value)]
+            if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
+                return name
+        return None
+
+
+def traced_block_state(first_uses: dict[str, str]) -> Any:
+    """Return a subclass of `BlockState` that notes how each attribute is used first.
+
+    Args:
+        first_uses: Dict that gets "read" or "written" for each name.
+    """
+
+    class Traced(BlockState):  # type: ignore[misc]
+        def __getattribute__(self, name: str) -> Any:
+            if name == "__dict__":  # as in `as_dict`, which reads all values
+                for each in object.__getattribute__(self, name):
+                    first_uses.setdefault(each, "read")
+            elif not name.startswith("__"):
+                first_uses.setdefault(name, "read")
+            return object.__getattribute__(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            first_uses.setdefault(name, "written")
+            object.__setattr__(self, name, value)
+
+    return Traced
+
+
+def values_of(block_state: Any) -> dict[str, Any]:
+    """Return the values of a `BlockState` without noting a use of them."""
+    values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
+    return values
+
+
+def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
+    """Return the value that is the tensor itself or an equal view of it, which is packed once."""
+    for value in values.values():
+        if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
+            return value
+    return tensor
+
+
+def generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:
+    """Return the random generators in the values of a state, each once."""
+    found = {}
+    for value in values.values():
+        for each in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(each, torch.Generator):
+                found[id(each)] = each
+    return list(found.values())
