@@ -215,7 +215,7 @@ class BatchRun:
         for line in self._connection.lines(path):
             yield str(json.loads(line)["custom_id"])
 
-    # --- sending ----------------------------------------------------------------------------------
+    # --- requests that send batches ---------------------------------------------------------------
 
     def submit(self) -> None:
         """Send the clips that are in no batch yet, in as few batches as the server accepts.
@@ -307,7 +307,7 @@ class BatchRun:
         wrong = {error.details["line"] for error in errors}
         raise_line_errors(errors, self._reader.file, len(clips) - len(wrong))
 
-    # --- following --------------------------------------------------------------------------------
+    # --- progress and download of clips -----------------------------------------------------------
 
     def follow(self, watchers: Watchers) -> None:
         """Download each clip once it is finished, until all clips have ended.

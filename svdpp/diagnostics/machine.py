@@ -48,7 +48,7 @@ from svdpp.media.inputs import example_requests
 from svdpp.plan.costs import CostModel
 from svdpp.verification.verify import verify
 
-# --- facts ---------------------------------------------------------------------------------------
+# --- facts about the machine, for `svdpp env` ----------------------------------------------------
 
 _LIBRARIES = (
     *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface-hub"),
@@ -196,7 +196,7 @@ def _run_command(*command: str) -> str | None:
     return done.stdout.strip()
 
 
-# --- checks --------------------------------------------------------------------------------------
+# --- checks, for `svdpp doctor` ------------------------------------------------------------------
 
 _GIB = 2**30
 #: Minimum free bytes of the output folder's disk, enough for about a hundred clips and the log.
@@ -412,7 +412,7 @@ _FIXES = {
 }
 
 
-# --- costs ---------------------------------------------------------------------------------------
+# --- measured costs, for `svdpp profile` ---------------------------------------------------------
 
 _STEPS_PER_RANK = 2
 

@@ -77,7 +77,7 @@ class JobFile:
         """Return the name of a line, or of a field in a line, for messages."""
         return f"{self.name}, line {line}" + ("" if field is None else f", {field}")
 
-    # --- JSON Lines ---------------------------------------------------------------------------
+    # --- jobs files in JSON Lines -------------------------------------------------------------
 
     def _json_lines(self) -> Iterator[JobLine | SvdppError]:
         for number, line in enumerate(_split_lines(self.text), start=1):
@@ -101,7 +101,7 @@ class JobFile:
                 continue
             yield JobLine(number, value)
 
-    # --- CSV ----------------------------------------------------------------------------------
+    # --- jobs files in CSV --------------------------------------------------------------------
 
     def _csv_lines(self) -> Iterator[JobLine | SvdppError]:
         text, first = self.text, 0
@@ -150,7 +150,7 @@ class JobFile:
         fields = {name: cell for name, cell in zip(names, cells, strict=False) if cell}
         return JobLine(number, fields)
 
-    # --- YAML ---------------------------------------------------------------------------------
+    # --- jobs files in YAML -------------------------------------------------------------------
 
     def _yaml_lines(self) -> Iterator[JobLine | SvdppError]:
         import yaml  # imported here, because YAML is rarely used

@@ -113,7 +113,7 @@ class LineReader:
                 jobs.append(job)
         return jobs, errors
 
-    # --- names of fields ------------------------------------------------------------------------
+    # --- names of fields in a line --------------------------------------------------------------
 
     @cached_property
     def image_field(self) -> str:
@@ -147,7 +147,7 @@ class LineReader:
             **{"negative_prompt": "negative_prompt", "loras": "lora"},
         }
 
-    # --- a line ---------------------------------------------------------------------------------
+    # --- conversion of one line to a job --------------------------------------------------------
 
     def _read_line(self, line: JobLine) -> RunJob | None:
         self._line = line.number
@@ -284,7 +284,7 @@ class LineReader:
             return None
         return str(self.file.folder / value)
 
-    # --- parameters -----------------------------------------------------------------------------
+    # --- sampling parameters of a line ----------------------------------------------------------
 
     def _sampling(
         self, values: Mapping[str, Any], *, has_image: bool, has_last_image: bool
@@ -357,7 +357,7 @@ class LineReader:
             )
         changes["num_frames"] = frames
 
-    # --- files ----------------------------------------------------------------------------------
+    # --- images and videos of a line ------------------------------------------------------------
 
     def _media(self, name: str, path: str, frames: int | None) -> MediaFile | None:
         key = path, frames
@@ -380,7 +380,7 @@ class LineReader:
         )
         return None
 
-    # --- errors ---------------------------------------------------------------------------------
+    # --- errors of a line -----------------------------------------------------------------------
 
     @contextmanager
     def _errors_of(self, name: str | None) -> Iterator[None]:

@@ -65,7 +65,7 @@ class Pipeline(PipelineRanks):
         """Lost clips, in the order of their failures."""
         return self._clips.failures
 
-    # --- clips ----------------------------------------------------------------------------------
+    # --- submission of clips, and their results -------------------------------------------------
 
     @overload
     def submit(self, requests: ClipRequest, metadata: Metadata = ()) -> ClipHandle: ...
@@ -215,7 +215,7 @@ class Pipeline(PipelineRanks):
         costs = self.config.costs if self.config.model.dummy_sleeps else self.trace.costs()
         return simulate_schedule(self.schedule(requests), costs)
 
-    # --- entry and exit -------------------------------------------------------------------------
+    # --- entry and exit of the `with` block -----------------------------------------------------
 
     def check_memory(self) -> None:
         """Check that this host's ranks fit into its free memory; entering the block checks it too.

@@ -226,7 +226,7 @@ class PipelineRanks:
             peer_timeout=max_silence_seconds(self.config),
         )
 
-    # --- the life of the ranks ------------------------------------------------------------------
+    # --- start and end of the ranks -------------------------------------------------------------
 
     @property
     def _running_supervisor(self) -> Supervisor:

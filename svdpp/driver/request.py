@@ -252,7 +252,7 @@ class PipelineRequest:
         num_local = self.world_size if self.launched is None else self.launched.local_size
         return max(1, len(os.sched_getaffinity(0)) // max(num_local, 1))
 
-    # --- the model ------------------------------------------------------------------------------
+    # --- facts about the model ------------------------------------------------------------------
 
     @property
     def _decodes(self) -> bool:
@@ -285,7 +285,7 @@ class PipelineRequest:
         require(boundary is not None or not is_shared, only, "leave `share_experts` out")
         return boundary
 
-    # --- the number of ranks, and the split -------------------------------------------------------
+    # --- choice of the number of ranks, and of the split ------------------------------------------
 
     @property
     def uses_auto(self) -> bool:
@@ -398,7 +398,7 @@ class PipelineRequest:
             stages = largest_world(self.sampling.num_inference_steps, stages)
         return self._pair_size * stages
 
-    # --- the layout -----------------------------------------------------------------------------
+    # --- choice of the layout -------------------------------------------------------------------
 
     @cached_property
     def _planned_costs(self) -> CostModel:

@@ -140,7 +140,7 @@ def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     return count
 
 
-# --- memory -------------------------------------------------------------------------------------
+# --- memory of the ranks ------------------------------------------------------------------------
 
 #: Bytes of host memory of a rank without the model: Python, torch, diffusers (measured: 110 to 200
 #: MiB).

@@ -329,7 +329,7 @@ def _is_interrupt(event: Failed) -> bool:
     return bool(event.error["type"] == Interrupted.__name__)
 
 
-# --- stalls -------------------------------------------------------------------------------------
+# --- detection of stalled ranks -----------------------------------------------------------------
 
 # Factor by which a rank may be silent for longer while it starts. A library may hold the GIL for
 # long at the start, as CUDA's initialisation does with many GPUs.

@@ -49,7 +49,7 @@ _choosing_folder = threading.RLock()
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
-# --- the start ----------------------------------------------------------------------------------
+# --- start of a process: environment and signals ------------------------------------------------
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -200,7 +200,7 @@ def ignore_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
-# --- the end ------------------------------------------------------------------------------------
+# --- end of a process: signals and child processes ----------------------------------------------
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:

@@ -339,7 +339,7 @@ def serve_clock(connection: Connection, deadline: float) -> None:
         connection.send_bytes(_TIME.pack(time.monotonic()))
 
 
-# --- rank 0 -------------------------------------------------------------------------------------
+# --- rendezvous on rank 0 -----------------------------------------------------------------------
 
 
 def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> WorkerGroup:

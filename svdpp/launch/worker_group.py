@@ -353,7 +353,7 @@ def _end_message(error: BaseException | None) -> bytes:
     return END + json.dumps({"code": code, "error": reason}).encode()
 
 
-# --- the start of ranks on this machine ---------------------------------------------------------
+# --- start of ranks on this machine -------------------------------------------------------------
 
 
 def end_if_importing_script() -> None:

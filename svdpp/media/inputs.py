@@ -188,7 +188,7 @@ def _name_first(files: Sequence[MediaFile]) -> str:
     return f"{str(first.path)!r} ({first.width}x{first.height}){more}"
 
 
-# --- search for files -----------------------------------------------------------------------------
+# --- search for input files -----------------------------------------------------------------------
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
@@ -309,7 +309,7 @@ def _files_in(folder: str) -> list[Path]:
     return [Path(folder, name) for name in names if name[0] != "."]
 
 
-# --- examples -------------------------------------------------------------------------------------
+# --- example inputs -------------------------------------------------------------------------------
 
 _FOLDER = Path(__file__).resolve().parent.parent / "assets" / "photos"
 
@@ -372,7 +372,7 @@ def example_requests(
     ]
 
 
-# --- images ---------------------------------------------------------------------------------------
+# --- reading of images ----------------------------------------------------------------------------
 
 
 def read_bytes(path: Path) -> bytes:

@@ -496,7 +496,7 @@ def with_weights(
         )
 
 
-# --- search for the folder ------------------------------------------------------------------------
+# --- search for a checkpoint's folder -------------------------------------------------------------
 
 
 @contextmanager

@@ -99,7 +99,7 @@ def library_errors(component: str, checkpoint: Any = None) -> Iterator[None]:
         ) from error
 
 
-# --- configs --------------------------------------------------------------------------------------
+# --- config files ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -271,7 +271,7 @@ class ComponentFolder:
         return read_json(self.path, name, label=self.label(name), hint=self.hint(name))
 
 
-# --- hub ------------------------------------------------------------------------------------------
+# --- downloads from the hub -----------------------------------------------------------------------
 
 
 def download(model: ModelConfig) -> Path:
@@ -458,7 +458,7 @@ def _message_and_hint(
     )
 
 
-# --- weights --------------------------------------------------------------------------------------
+# --- weight files ---------------------------------------------------------------------------------
 
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
 

@@ -19,7 +19,7 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.added_files import check_experts, find_file
 from svdpp.models.files import display_name, short_repr
 
-# --- the types of tensors ------------------------------------------------------------------------
+# --- types of tensors in GGUF files --------------------------------------------------------------
 
 
 class TensorType(NamedTuple):
@@ -81,7 +81,7 @@ class GgufTensor(NamedTuple):
         return math.prod(self.byte_shape)
 
 
-# --- the header ----------------------------------------------------------------------------------
+# --- header of a GGUF file -----------------------------------------------------------------------
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -244,7 +244,7 @@ def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
 _DAMAGED = "the file is damaged or not a GGUF file: download it again"
 
 
-# --- finding a file ------------------------------------------------------------------------------
+# --- search for GGUF files -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -212,7 +212,7 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
                 )
 
 
-# --- finding a file ------------------------------------------------------------------------------
+# --- search for LoRA files -----------------------------------------------------------------------
 
 
 def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:

@@ -145,7 +145,7 @@ _ACTION = re.compile(
 )
 
 
-# --- schedules, from the routes of clips ---------------------------------------------------------
+# --- schedules, made from the routes of clips ----------------------------------------------------
 
 #: Action list of each rank.
 Schedule = tuple[tuple[Action, ...], ...]

@@ -107,7 +107,7 @@ class _Search:
         reason = f"{best.layout}: {'; '.join(remarks)}"
         return Choice(layout=best.layout, reason=reason)
 
-    # --- the layouts ----------------------------------------------------------------------------
+    # --- candidate layouts ----------------------------------------------------------------------
 
     def _paired(self) -> list[Layout]:
         whole = self.data_parallel
@@ -149,7 +149,7 @@ class _Search:
             candidates = _least(kept, lambda each: each.latency)
         return _least(candidates, lambda each: each.seconds)[0]
 
-    # --- the reason -----------------------------------------------------------------------------
+    # --- reason for the choice ------------------------------------------------------------------
 
     def _why(self, best: _Candidate, candidates: Sequence[_Candidate]) -> str:
         rivals = [each for each in candidates if each is not best]

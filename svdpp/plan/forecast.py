@@ -298,7 +298,7 @@ def sum_up(
     )
 
 
-# --- recurrence, without action lists ------------------------------------------------------------
+# --- forecast by a recurrence, without action lists ----------------------------------------------
 
 
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:

@@ -367,7 +367,7 @@ def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
 
 
-# --- two experts ---------------------------------------------------------------------------------
+# --- division of the steps of a model with two experts -------------------------------------------
 
 
 def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:

@@ -114,7 +114,7 @@ def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
 _LINES_SCHEMA = {"type": "string", "format": "binary", "description": "One JSON object a line."}
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- routes of files ------------------------------------------------------------------------------
 
 
 @routes.post("/v1/files", openapi_extra=_body(form=FileForm.model_json_schema()))
@@ -198,7 +198,7 @@ def _file_view(service: Service, file: BatchFile) -> FileView:
     )
 
 
-# --- batches --------------------------------------------------------------------------------------
+# --- routes of batches ----------------------------------------------------------------------------
 
 
 @routes.post(
@@ -287,7 +287,7 @@ def _view(service: Service, batch: Batch) -> BatchView:
     return batch_view(batch, counts, service.capabilities.model)
 
 
-# --- bodies ---------------------------------------------------------------------------------------
+# --- reading of request bodies --------------------------------------------------------------------
 
 
 @asynccontextmanager

@@ -171,7 +171,7 @@ class BatchTable:
         self._queue = queue
         self._backend = queue.backend
 
-    # --- input files ------------------------------------------------------------------------------
+    # --- files with the lines of batches ----------------------------------------------------------
 
     def add_file(self, file: BatchFile, max_bytes: int) -> None:
         """Store the row of a file, after the content was stored.
@@ -215,7 +215,7 @@ class BatchTable:
         )
         return [_file_of(row) for row in self._backend.fetch_all(query, before)]
 
-    # --- changes ----------------------------------------------------------------------------------
+    # --- changes of batches -----------------------------------------------------------------------
 
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
         """Store a new batch, or return the batch that an equal earlier request created.
@@ -322,7 +322,7 @@ class BatchTable:
         with self._backend.transaction() as connection:
             return connection.execute(change, values).fetchall()
 
-    # --- reads ------------------------------------------------------------------------------------
+    # --- queries of batches -----------------------------------------------------------------------
 
     def get(self, id: str) -> Batch | None:
         """Return the batch with an id; None: no such batch exists."""

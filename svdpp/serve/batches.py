@@ -174,7 +174,7 @@ class Batches:
         )
         """Thread that turns the lines of accepted batches into jobs."""
 
-    # --- files ------------------------------------------------------------------------------------
+    # --- files with the lines of batches ----------------------------------------------------------
 
     def add_file(self, source: BinaryIO, name: str, owner: Owner) -> BatchFile:
         """Store a file of lines durably.
@@ -260,7 +260,7 @@ class Batches:
         self._queue.store.remove(file.path(self._queue.store.folder))
         self.table.remove_file(file.id)
 
-    # --- requests ---------------------------------------------------------------------------------
+    # --- requests that create or change batches ---------------------------------------------------
 
     def create(
         self,
@@ -376,7 +376,7 @@ class Batches:
         for job_id in self.table.running(id):
             self._cancel_job(job_id)
 
-    # --- results ----------------------------------------------------------------------------------
+    # --- results of batches -----------------------------------------------------------------------
 
     def results(self, batch: Batch, *, errors: bool, view: Callable[[Job], Video]) -> Iterator[str]:
         """Yield the lines that a batch's output file, or its error file, has so far.
@@ -393,7 +393,7 @@ class Batches:
         for job in self.table.jobs(batch.id, states):
             yield _result_of(job, view(job)).model_dump_json() + "\n"
 
-    # --- checks -----------------------------------------------------------------------------------
+    # --- checks of the lines ----------------------------------------------------------------------
 
     def _check_fields(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
         """Check the fields of all lines of a file, without the images.
@@ -459,7 +459,7 @@ class Batches:
             hint = 'each line is {"custom_id", "method": "POST", "url": "/v1/videos", "body"}'
             raise ApiError(422, "empty_batch", "the batch has no lines", hint)
 
-    # --- the thread -------------------------------------------------------------------------------
+    # --- methods for the thread that turns lines into jobs ----------------------------------------
 
     def _run_once(self) -> None:
         """Work on all accepted batches in turns, so that a long batch does not delay the others."""

@@ -92,7 +92,7 @@ class Dispatcher:
         self.num_completed = 0
         """Number of clips that the ranks have finished."""
 
-    # --- any thread -------------------------------------------------------------------------------
+    # --- methods for any thread -------------------------------------------------------------------
 
     def wake(self) -> None:
         """Wake the dispatcher: a job may have been queued."""
@@ -174,7 +174,7 @@ class Dispatcher:
         is_empty = self._is_queue_empty and not self._is_woken and self.preparing is None
         return is_empty and not self._clips
 
-    # --- the engine's thread ----------------------------------------------------------------------
+    # --- methods for the engine's thread only -----------------------------------------------------
 
     @property
     def has_work(self) -> bool:

@@ -83,7 +83,7 @@ class Engine:
         self._is_entering = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    # --- for the server -------------------------------------------------------------------------
+    # --- methods for the server -----------------------------------------------------------------
 
     def start(self) -> None:
         """Start the engine thread, which starts the ranks."""

@@ -316,7 +316,7 @@ class Fleet:
             "is_live": True,
         }
 
-    # --- in the fleet's thread --------------------------------------------------------------------
+    # --- methods for the fleet's thread only ------------------------------------------------------
 
     def _run_once(self) -> None:
         try:

@@ -290,7 +290,7 @@ class PostgresBackend:
                 "name another place in the bucket, or add `adopt`: existing objects stay",
             )
 
-    # --- connections ------------------------------------------------------------------------------
+    # --- connections to the database --------------------------------------------------------------
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:

@@ -236,7 +236,7 @@ class JobQueue:
         runnable, values = self._runnable
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
-    # --- changes ----------------------------------------------------------------------------------
+    # --- changes of jobs --------------------------------------------------------------------------
 
     def add(
         self,
@@ -521,7 +521,7 @@ class JobQueue:
         with self.backend.transaction() as connection:
             return connection.execute(change, values).fetchall()
 
-    # --- a queue that servers share ---------------------------------------------------------------
+    # --- methods for a queue that servers share ---------------------------------------------------
 
     def renew(self, step_of: Callable[[str], int]) -> tuple[list[tuple[str, int]], list[str]]:
         """Renew this server's claims, and store each job's number of finished steps.
@@ -572,7 +572,7 @@ class JobQueue:
         if self.is_shared:
             connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
 
-    # --- reads ------------------------------------------------------------------------------------
+    # --- queries of jobs --------------------------------------------------------------------------
 
     def get(self, id: str) -> Job | None:
         """Return the job with an id; None: no such job exists, or a newer svdpp has stored it."""

@@ -49,7 +49,7 @@ IS_FINAL = state_in(state for state in JobState if state.is_final)
 IS_LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 MODEL_KEY = "coalesce(nullif(weights, ''), model)"
 
-# --- the transitions that depend on more than the state -------------------------------------------
+# --- changes of a job that depend on more than its state ------------------------------------------
 
 # This query finds the first job of each owner by an index, so that its time does not grow with the
 # length of the queue. The state is compared again after PostgreSQL has locked the row, because the

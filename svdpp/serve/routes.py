@@ -70,7 +70,7 @@ LastEventId = Annotated[
 ]
 
 
-# --- requests for clips ---------------------------------------------------------------------------
+# --- routes that request clips --------------------------------------------------------------------
 
 
 def _file_response(kind: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
     return response
 
 
-# --- existing clips -------------------------------------------------------------------------------
+# --- routes of existing clips ---------------------------------------------------------------------
 
 routes = APIRouter(tags=["videos"])
 

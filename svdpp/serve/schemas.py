@@ -93,7 +93,7 @@ def write_request_fields(text: str) -> str:
     return write_fields(text, _REQUEST_NAMES)
 
 
-# --- videos ---------------------------------------------------------------------------------------
+# --- response models of videos --------------------------------------------------------------------
 
 
 class ErrorBody(BaseModel):
@@ -270,7 +270,7 @@ class DeletedVideo(BaseModel):
     status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
 
 
-# --- batches --------------------------------------------------------------------------------------
+# --- response models of batches -------------------------------------------------------------------
 
 BatchStatus = Literal["validating", "failed", "in_progress", "completed", "cancelling", "cancelled"]
 

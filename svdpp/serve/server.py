@@ -259,7 +259,7 @@ class _HttpServer(uvicorn.Server):
         yield
 
 
-# --- the application ------------------------------------------------------------------------------
+# --- the ASGI application -------------------------------------------------------------------------
 
 _DESCRIPTION = """
 Images and prompts in, clips out: video diffusion over several devices, bitwise equal to

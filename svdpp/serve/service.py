@@ -226,7 +226,7 @@ class Service:
         for id in self.queue.pending_removals():
             remove_job(self.queue, id)
 
-    # --- requests -------------------------------------------------------------------------------
+    # --- requests that create or change jobs ----------------------------------------------------
 
     def check_accepts_jobs(self, *, has_limit: bool) -> None:
         """Check that the server accepts new jobs: it is not ending, and its disk is not full.
@@ -505,7 +505,7 @@ class Service:
             raise ApiError(409, "not_verifiable", "the video cannot be verified")
         return self.video(self.queue.get(id) or job)
 
-    # --- views ----------------------------------------------------------------------------------
+    # --- jobs as clients see them ---------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
         """Return the job with an id. A job of another owner looks like a missing one.

@@ -290,7 +290,7 @@ def sanitize_filename(name: str | None) -> str:
     return printable[:_MAX_NAME] or "photo"
 
 
-# --- in the server: start of the decoder, and check of its result ---------------------------------
+# --- server: start of the decoder process, and check of its result --------------------------------
 
 
 def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) -> tuple[str, ...]:
@@ -358,7 +358,7 @@ def _environment() -> dict[str, str]:
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
 
-# --- in the decoder -------------------------------------------------------------------------------
+# --- decoder process ------------------------------------------------------------------------------
 
 
 def main(path: str, *numbers: str) -> None:

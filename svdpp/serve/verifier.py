@@ -101,7 +101,7 @@ class Verifier:
         self._queue.set_verification(id, "none")
         self._cancelled = id
 
-    # --- the verifier's thread --------------------------------------------------------------------
+    # --- methods for the verifier's thread only ---------------------------------------------------
 
     def _run_once(self) -> None:
         while not self.thread.is_closing and any(map(self._verify, self._candidates())):
@@ -216,7 +216,7 @@ def _parse_result(output: bytes, code: int) -> dict[str, Any]:
     return _error_result(SvdppError(text, details={"exit_code": code, "output": tail}))
 
 
-# --- in the process -------------------------------------------------------------------------------
+# --- code of the process that verifies a clip -----------------------------------------------------
 
 
 def main(clip: str, photo: str, parent: str) -> None:

@@ -104,7 +104,7 @@ class Webhooks:
         hint = "the server's operator can allow the host of the URL"
         raise ApiError(422, "callback_refused", text, hint, field="callback_url")
 
-    # --- in the thread ----------------------------------------------------------------------------
+    # --- methods for the webhooks' thread only ----------------------------------------------------
 
     def _send_due(self) -> None:
         """Send the due webhooks, `MAX_CONCURRENT` at a time, until time is up or no one is due."""

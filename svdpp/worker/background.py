@@ -50,7 +50,7 @@ from svdpp.worker.tensor_files import (
     tensor_sha256,
 )
 
-# --- reports --------------------------------------------------------------------------------------
+# --- reports to the parent ------------------------------------------------------------------------
 
 _HEARTBEAT_SECONDS = 1.0
 
@@ -165,7 +165,7 @@ class Reporter:
                     return
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- threads that write files ---------------------------------------------------------------------
 
 # Largest number of queued calls of a writer thread. If the disk is slow, the rank waits for the
 # thread and does not fill its memory with clips.
@@ -357,7 +357,7 @@ class LatentCheckpointWriter(BoundedExecutor):
                 self._reporter.send(CheckpointLost(error=error_to_dict(error)))
 
 
-# --- images ---------------------------------------------------------------------------------------
+# --- threads that read images ---------------------------------------------------------------------
 
 #: Key of a prepared image: the input files and the sampling parameters on which the image depends.
 _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]

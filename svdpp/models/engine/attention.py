@@ -120,7 +120,7 @@ def _processors(module: torch.nn.Module) -> Iterator[Any]:
             yield each.processor
 
 
-# --- the backend of modules ----------------------------------------------------------------------
+# --- backend of modules --------------------------------------------------------------------------
 
 
 def set_attention_backend(module: Any, name: str) -> None:

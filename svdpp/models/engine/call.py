@@ -137,7 +137,7 @@ class RangeCall:
             raise ModelError(f"{name} {problem}", details={"pipeline": name, "step": self.end})
         return result
 
-    # 1. A step.
+    # 1. Calls of one step: denoisers and `scheduler.step`.
 
     def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
         real = module.forward
@@ -252,7 +252,7 @@ class RangeCall:
             return {}
         return {LATENTS: self._unpacked(self._step["latents"])}
 
-    # 2. The loop.
+    # 2. Loop over the steps: the progress bar.
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
@@ -270,7 +270,7 @@ class RangeCall:
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop
 
-    # 3. The packet.
+    # 3. Contents of the packet for the next rank.
 
     def _pack(self) -> None:
         if self.given is None:
@@ -307,7 +307,7 @@ class RangeCall:
             "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
-    # 4. The pipeline, its components and its scheduler, while the call lasts.
+    # 4. Methods of pipeline, components and scheduler that are replaced while the call lasts.
 
     @contextmanager
     def _patched(self) -> Iterator[None]:

@@ -87,7 +87,7 @@ def silence_blocks(block: Any) -> None:
         silence_blocks(each)
 
 
-# 1. A pipeline.
+# 1. Loading of a whole pipeline.
 
 
 def load_pipeline(
@@ -223,7 +223,7 @@ def _on_device(cls: Any, device: str) -> Any:
     return type(cls.__name__, (cls,), attributes)
 
 
-# 2. A component.
+# 2. Loading of one component.
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]
