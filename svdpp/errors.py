@@ -124,7 +124,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in _NO_MEMORY)
 
 
-# The patterns match messages of torch such as "Tried to allocate 2.00 GiB. GPU 0 has a total
+# The patterns below match messages of torch such as "Tried to allocate 2.00 GiB. GPU 0 has a total
 # capacity of 79.11 GiB of which 1.03 GiB is free." (c10/cuda/CUDACachingAllocator.cpp), and
 # "DefaultCPUAllocator: can't allocate memory: you tried to allocate 123 bytes."
 # (c10/core/impl/alloc_cpu.cpp).

@@ -157,13 +157,15 @@ def run_command_line(arguments: Sequence[str]) -> int:
         if not arguments:
             return 2
         return report_usage_error(error, arguments)
-    except SvdppError as error:  # raised by a callback that checks an option's value
+    # an SvdppError is raised by a callback that checks an option's value
+    except SvdppError as error:
         Console(as_json="--json" in arguments).error(error)
         return error.exit_code
     except typer.Abort:
         return 1
-    # Raised by a signal that arrives before or after the command itself runs.
+    # A signal that arrives before or after the command itself runs raises this exception.
     except Interrupted as error:
         return exit_code_of(error)
-    except SystemExit as error:  # raised after a completion, or if the reader of stdout has ended
+    # SystemExit is raised after a completion, or if the reader of stdout has ended
+    except SystemExit as error:
         return 128 + signal.SIGPIPE if error.code else 0

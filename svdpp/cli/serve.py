@@ -320,7 +320,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     from svdpp.media.output_files import private_files
 
     try:
-        # this must come before the start of processes, because they write clips
+        # must be entered before processes are started, because they write clips
         with private_files():
             if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)
@@ -391,7 +391,8 @@ def _config(options: ServeOptions, launched: World | None) -> tuple[PipelineConf
     return options.request(
         num_clips=None if launched else _MANY_CLIPS,
         launched=launched,
-        # Ranks for clips from images can also make clips from text, if the model does both.
+        # Ranks that are started for clips from images can also make clips from text, if the model
+        # does both.
         from_image=options.image_use != "refused",
         clip_loras=loras,
         serves=True,

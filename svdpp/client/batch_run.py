@@ -250,7 +250,7 @@ class BatchRun:
             }
             text = json.dumps(line).encode() + b"\n"
             is_full = index == self._model.max_batch_lines
-            # 64 KiB are left for the other fields of the form that contains the lines.
+            # 64 KiB are left for the rest of the request's body, a form that contains the lines.
             if is_full or (index and size + len(text) > self._model.max_batch_bytes - 2**16):
                 return index
             file.write(text)

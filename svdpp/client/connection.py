@@ -12,7 +12,8 @@ import httpx2
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, ServerError, SvdppError, first_line, redact
 
-#: Environment variable with the API key. `redact` removes values of variables with such names.
+#: Environment variable with the API key. `redact` removes the values of variables with names such
+#: as `*_KEY`.
 KEY_VARIABLE = "SVDPP_API_KEY"
 
 # HTTP statuses after which a request is repeated: the server is full or restarts, or a proxy cannot

@@ -32,7 +32,7 @@ HEADER_BYTES = _HEADER.size
 #: CRC-32 of the header's fields before it.
 FIELDS = {"metadata": 0, "crc": 4, "bytes": 8, "check": 16}
 
-# Names of dtypes in messages, as in command-line options; other dtypes keep torch's names.
+# Names that messages and command-line options use for dtypes; other dtypes keep torch's names.
 _DTYPE_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 # Largest number of missing or unexpected tensors that a message names.
 _MAX_NAMES = 5

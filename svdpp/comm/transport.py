@@ -60,7 +60,7 @@ GROUP_TIMEOUT = timedelta(days=7)
 # Clip index in the packets that open links; no real clip has this index.
 _HELLO_CLIP = 2**64 - 1
 
-# Pattern for messages of NCCL such as: Cuda failure 2 'out of memory'
+# Pattern for messages of NCCL such as "Cuda failure 2 'out of memory'"
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
 #: Kind of the packets on a link: states of clips (`clips`), predictions that the two ranks of a
@@ -461,7 +461,8 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
             details=details,
         )
-    _, _, last = text.partition("Last error:")  # NCCL's messages end with this text
+    # a message of NCCL ends with "Last error:" and the cause
+    _, _, last = text.partition("Last error:")
     cause = f" (last error: {first_line(last)})" if last else ""
     details["cause"] += cause
     message = f"could not {attempt}: {first_line(error)}{cause}"

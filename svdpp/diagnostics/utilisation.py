@@ -52,7 +52,7 @@ _V100 = (
 _AMPERE = "NVIDIA Ampere GA102 GPU Architecture whitepaper, V2.1, appendix A"
 _ADA = "NVIDIA Ada GPU Architecture whitepaper, V2.02, appendix A"
 
-#: Published peaks of common GPUs. For other devices, users give --peak-tflops.
+#: Published peaks of common GPUs. For devices that are not listed, users give --peak-tflops.
 PEAKS = (
     DevicePeak(r"(NVIDIA )?A100.*", half=312, single=156, source=_A100),
     DevicePeak(r"NVIDIA H100 80GB HBM3", half=1979 / 2, single=989 / 2, source=_H100),

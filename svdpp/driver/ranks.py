@@ -124,7 +124,8 @@ class PipelineRanks:
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
-        # This is a daemon thread, so that a program that never leaves the block can still end.
+        # The thread is a daemon, so that a program that never leaves the `with` block can still
+        # end.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
         self._clips.finisher = self._thread
         self._has_begun = threading.Event()

@@ -218,7 +218,8 @@ class Supervisor:
             self._stall_detector.record(rank, event, time.monotonic())
             self.trace(rank, event)
             if isinstance(event, Failed):
-                self._failures.setdefault(rank, event)  # the first report of a rank is the cause
+                # only a rank's first report is kept, because later ones are consequences
+                self._failures.setdefault(rank, event)
             for observer in self._observers:
                 observer(rank, event)
 
@@ -403,7 +404,7 @@ class StallDetector:
             now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # a stalled rank still sends these samples, from a thread
+            return  # samples are no sign of progress: a stalled rank's thread still sends them
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True

@@ -435,7 +435,8 @@ def _start_processes(
     timeout: float,
 ) -> None:
     """Start the processes of the ranks, and append a handle to `workers` before each start."""
-    # torch is imported only here, because the fork server is started without torch.
+    # torch is imported here, and not at the top of the module, so that commands can start the fork
+    # server before they import torch.
     from torch import multiprocessing as torch_multiprocessing
 
     context: Any = torch_multiprocessing.get_context(method)
@@ -462,7 +463,7 @@ def _start_processes(
             theirs.close()
 
 
-#: Groups of this process whose ranks may still run.
+#: Groups of ranks that this process has started and whose ranks may still run.
 _groups: weakref.WeakSet[WorkerGroup] = weakref.WeakSet()
 
 

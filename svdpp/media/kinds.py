@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from PIL import features
 
-#: Image formats that Pillow may decode. Its decoders of some other formats, such as EPS, start
+#: Image formats that Pillow may decode. Pillow's decoders of some other formats, such as EPS, start
 #: external programs.
 FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 if features.check("avif"):
@@ -18,7 +18,8 @@ _DEMUXERS = (
     *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
-# Brands of ISO media files that contain images. Without the brand, such a file looks like an mp4.
+# Brands of ISO media files that contain images. Except for the brand, an image file looks like an
+# mp4.
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF = (b"avif", b"avis")
 

@@ -26,7 +26,8 @@ _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
 # Maximum seconds before the first frame that count as no delay. Muxers without edit lists leave
 # such a gap for reordered frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
-# Codecs of single images. Beside a real video, a stream with one of them is a cover.
+# Codecs of single images. In a file with a real video, a stream with one of these codecs is a cover
+# image.
 _STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 
 

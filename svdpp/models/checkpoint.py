@@ -369,7 +369,7 @@ class Checkpoint:
         Raises:
             ModelError: The scheduler's class rejects the config.
         """
-        import diffusers  # imported here, because this takes seconds
+        import diffusers  # this import takes seconds, so it is not at the top of the module
 
         if self.scheduler_class is None:
             return None
@@ -728,7 +728,8 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
         library, name = _entry(index, part)
         if name is None:
             continue
-        # Other modules are refused, because diffusers would import a module of any name.
+        # Components from other modules are refused, because diffusers would import a module of any
+        # name.
         if library not in (*_LIBRARIES, spec.pipeline_package):
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
@@ -755,7 +756,8 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     library, name, where = entry
     places = ("subfolder", "pretrained_model_name_or_path", "repo")
     if name is None and not any(map(where.get, places)):
-        return _LIBRARIES[0], None  # as diffusers saves a pipeline without this component
+        # diffusers writes such an entry if the pipeline was saved without this component
+        return _LIBRARIES[0], None
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:
         library, name = hint
@@ -792,7 +794,7 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
 
 
 def _refuse_code(folder: Path) -> None:
-    # The last pattern is refused, because an adapter_config.json can name a repository to load.
+    # An adapter_config.json is refused, because it can name a repository to load.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
             _refuse_file(path.relative_to(folder).as_posix())

@@ -48,8 +48,9 @@ _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w
 #: Tensor names of parts that a model may lack: text encoders, and layers for an image embedding.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Tensor names of changes to normalisation layers, and to a bias without the weight. diffusers
-#: removes both from LoRAs for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Tensor names of changes to normalisation layers, and of changes to a bias whose weight does not
+#: change. diffusers removes both kinds from LoRAs for Wan
+#: (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.

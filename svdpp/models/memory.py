@@ -449,7 +449,7 @@ class _RepeatedTiles:
         """Run the module, or return an empty tensor of the shape that an equal tile has given."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
-            self._cache = cache  # this frees the cache of the previous tile
+            self._cache = cache  # the assignment frees the cache of the previous tile
             self._call, self._base = 0, tracker.current
         key = tile.shape, min(self._call, self._STEADY)
         self._call += 1

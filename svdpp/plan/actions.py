@@ -317,7 +317,7 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """Yield the last rank's actions for a decode, and for its exchange with ranks that help."""
+    """Yield the last rank's actions for a decode, and for the parts that other ranks decode."""
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
     for rank, part in helpers:

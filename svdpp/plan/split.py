@@ -259,7 +259,8 @@ class ClipCuts:
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
-            # As the phase grows, the cuts change where a position reaches the next integer.
+            # As the phase grows, the division changes whenever a position plus the phase reaches an
+            # integer.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 

@@ -207,8 +207,8 @@ class Dispatcher:
         self._forward_cancellations()
         self._check_storage()
         while self._can_claim:
-            # The flags are reset before the queue is read, because other threads set them and read
-            # `is_empty`.
+            # The flags are reset before the queue is read, because other threads may set or read
+            # them meanwhile.
             self._is_queue_empty = self._is_woken = False
             if (clip := self.preparing) is not None and clip.is_prepared:
                 self.preparing = None

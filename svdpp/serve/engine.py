@@ -133,9 +133,8 @@ class Engine:
                 return True
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
-                # If neither is true, the job's state has changed between these calls, and the loop
-                # calls them again.
                 return True
+            # The job's state has changed between the calls above, so the loop repeats them.
         self.dispatcher.request_cancel(job_id)
         return False
 

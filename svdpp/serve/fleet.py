@@ -36,14 +36,15 @@ from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 _RENEWALS_PER_LEASE = 3
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
-# Mean number of free servers that a new job wakes in a large fleet. If none of these servers claims
-# the job, it waits until a free server next polls the queue.
+# Mean number of free servers that a new job wakes in a large fleet. If none of the woken servers
+# claims the job, the job waits until a free server next polls the queue.
 _MAX_WOKEN = 16
 # Mean number of servers of a large fleet that read the list of servers, and requeue expired claims,
 # in each period of renewal.
 _MAX_REFRESHING = 64
-# Number of latest measurements that ETAs are computed from: of encoding, decoding and writing, and
-# of denoising steps. Both are small, so that ETAs soon follow a change of the ranks' speed.
+# Numbers of latest measurements from which ETAs are computed: the first for encoding, decoding and
+# writing, the second for denoising steps. They are small, so that ETAs soon follow a change of the
+# ranks' speed.
 _MAX_CLIP_SAMPLES, _MAX_STEP_SAMPLES = 9, 32
 _MAX_AGE = 0.5
 # Seconds after which clients should retry, while no ETA is known.
@@ -369,7 +370,8 @@ class Fleet:
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in rows
             if row["id"] != description["id"]
-            and description.keys() <= row.keys()  # servers of other versions may lack some values
+            # a server of another version of svdpp may leave out some values
+            and description.keys() <= row.keys()
         ]
         if time.monotonic() >= self._requeue_expired_at:
             for job in self._queue.requeue_expired():

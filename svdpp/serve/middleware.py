@@ -114,8 +114,8 @@ class AuthMiddleware:
                 await error_response(error)(scope, receive, response)
             else:
                 # A HEAD request is forwarded as GET, and uvicorn drops the body of the response.
-                # Streams of events and archives are excluded: the former never end, and the latter
-                # would be read in vain.
+                # Event streams are excluded, because they never end, and archives, because their
+                # files would be read in vain.
                 streams = ("/events", "/archive")
                 is_head = scope["method"] == "HEAD" and not scope["path"].endswith(streams)
                 forwarded_scope = {**scope, "method": "GET"} if is_head else scope
@@ -179,8 +179,8 @@ class AuthMiddleware:
             elif kind != JSON_MEDIA_TYPE:
                 limit, hint = MAX_BATCH_BYTES, _BATCH_TOO_LARGE
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Request smuggling: a proxy in front of this server may use one of the two headers,
-            # this server the other, and they would disagree where the request ends.
+            # A request with both headers is rejected to prevent request smuggling: a proxy and this
+            # server could use different headers, and disagree on where the request ends.
             text = "a request has Content-Length or Transfer-Encoding, not both"
             raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")

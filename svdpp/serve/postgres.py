@@ -220,7 +220,8 @@ class PostgresBackend:
             yield is_held
         finally:
             if is_held:
-                # This raises an error if the connection, and so the lock, has ended.
+                # If the connection has ended, the lock has ended, too, and the query raises an
+                # error.
                 with contextlib.suppress(OutputError):
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
@@ -283,7 +284,7 @@ class PostgresBackend:
                 else {QUEUE_ID_FILE}
             )
             check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
-        # The file with a queue's id is ignored, because a failed start may have left it.
+        # The file with a queue's id does not count, because a failed start may have left it.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
@@ -405,7 +406,7 @@ class Connection:
     def give_up(self) -> None:
         """End the wait for a response by shutting the socket down, which libpq always notices."""
         self.is_overdue = True
-        # Raised if the connection has already ended.
+        # These errors are raised if the connection has already ended.
         with contextlib.suppress(OSError, psycopg.Error):
             copy = socket.socket(fileno=os.dup(self.raw.fileno()))
             with copy:

@@ -56,7 +56,8 @@ if TYPE_CHECKING:
     from svdpp.serve.queue_sql import DatabaseConnection
 
 
-# Limits on the incompatible jobs that one claim skips, and on those that a server remembers.
+# Maximum number of incompatible jobs that one claim skips, and maximum number that a server
+# remembers.
 _MAX_TRIES, _MAX_INCOMPATIBLE = 20, 1000
 # Maximum number of expired claims that one call requeues. A higher number would delay this server's
 # own renewals.
@@ -121,7 +122,8 @@ class JobQueue:
             if not adopts:
                 self._check_rows()
         else:
-            from svdpp.serve.postgres import PostgresBackend  # this import needs the extra `fleet`
+            # psycopg, which this module imports, is installed by the extra `fleet`
+            from svdpp.serve.postgres import PostgresBackend
 
             self.backend = PostgresBackend(url, self.store, adopts=adopts)
         self.is_shared = url is not None
@@ -140,8 +142,8 @@ class JobQueue:
         self._incompatible = deque[str](maxlen=_MAX_INCOMPATIBLE)
         # Ids of jobs that a newer svdpp has stored and this svdpp cannot read.
         self._unreadable = deque[str](maxlen=_MAX_INCOMPATIBLE)
-        # Ids of clips that threads of this server have locked. An advisory lock of PostgreSQL alone
-        # does not exclude other threads of the same session.
+        # Ids of clips that threads of this server have locked. They are needed, because an advisory
+        # lock of PostgreSQL does not exclude other threads of the same session.
         self._locked_clips = set[str]()
         self._clips_lock = threading.Lock()
 
@@ -537,16 +539,16 @@ class JobQueue:
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(sql.RENEW, self.lease_seconds, *map(list, columns))
-        # The claims are forgotten only after the query. If the query fails, the next call finds
-        # these claims again.
+        # Lost claims are forgotten only after the query, so that the next call finds them if the
+        # query fails.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
         """Requeue the jobs of all claims, and remove this server from the list of servers."""
-        # The claims are read from the database, which also has those whose response was lost with a
-        # connection.
+        # The claims are read from the database, because this server does not know claims whose
+        # response was lost with a connection.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)

@@ -128,8 +128,8 @@ def remove_orphans(
     copies = store.local_files() if store.is_remote else {}
     clips = queue.clips()
     lines = BatchTable(queue).file_ids()
-    # `Dispatcher` removes all latent checkpoints once no clip is open. In a fleet some clip may
-    # always be open, so there old checkpoints are removed here.
+    # `Dispatcher` removes all latent checkpoints once no clip is open. In a fleet, some clip may
+    # always be open, so old checkpoints are removed by their age.
     oldest = _now_or_never(queue) - _LATENTS_SECONDS if queue.is_shared else -math.inf
     left: FileSnapshot = {file for file in files.items() if _is_orphan(file, clips, lines, oldest)}
     unused: FileSnapshot = set()

@@ -101,7 +101,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
 
 
 def disk_space(folder: Path) -> tuple[int, int]:
-    """Return the free bytes of a folder's disk, and the free bytes below which it is low.
+    """Return the free bytes of a folder's disk, and the number below which it is almost full.
 
     Raises:
         OSError: The folder or its disk is gone.

@@ -53,7 +53,7 @@ _PROBE_SECONDS = 10.0
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
 # Error numbers that mean a failure of the local disk, and not of the store.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-# s3fs retries by itself. Retries of botocore beneath it would make a failure take minutes.
+# botocore, which s3fs calls, must not retry: s3fs retries itself, and a failure would take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 

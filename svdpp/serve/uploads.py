@@ -377,8 +377,8 @@ def main(path: str, *numbers: str) -> None:
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    # The hard limit is higher, because there the kernel sends SIGKILL, which does not tell the
-    # reason.
+    # The hard limit is higher than the soft limit. At the hard limit the kernel sends SIGKILL,
+    # which does not tell the reason.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
         result = _decode(Path(path), video_frames, max_pixels, max_scans)

@@ -73,8 +73,8 @@ class Verifier:
         self._cancelled: str | None = None
         self._num_begun = 0
         self._last_turns: dict[str, int] = {}
-        """Number of the latest verification of each owner's clips, counted from 1 over all
-        owners."""
+        """Time of the latest verification of each owner's clips, as a sequence number over all
+        owners, from 1."""
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         error_message = "the verification of a clip failed"
         self.thread = PeriodicThread(

@@ -177,7 +177,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address for an attempt; each attempt uses the next address of the host.
+        """Return the IP address for an attempt to connect; the next attempt gets another address.
 
         Raises:
             RequestError: The host name has an address that is not public.

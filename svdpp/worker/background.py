@@ -379,8 +379,8 @@ class ImageReader:
         self._upcoming: deque[tuple[int, ClipRequest, Future[PreparedInput] | None]] = deque()
         self._ahead: dict[int, Future[PreparedInput]] = {}
         self._thread = streams.single_thread_executor("images", device)
-        # The reader keeps at most one image of a clip that has not been submitted yet. If the clip
-        # never comes, the next such image replaces it.
+        # The reader keeps at most one image of a clip that has not been submitted yet. If that clip
+        # is never submitted, the next image that is prepared early replaces it.
         self._early: dict[_ImageKey, Future[PreparedInput]] = {}
         self._early_thread = streams.single_thread_executor("early images", device)
 

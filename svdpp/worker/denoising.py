@@ -68,7 +68,7 @@ class Denoising:
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
         packet.memory_pressure |= context.memory_pressure.has_occurred()
-        # the second rank of a pair has the same latent, so it does not store it
+        # Both ranks of a pair have the same latent; the first rank stores it.
         if self.branch == 0:
             self._keep_latent()
 

@@ -237,7 +237,7 @@ def load_rank_model(
         latent, num_steps = config.model.dummy_latent, config.sampling.num_inference_steps
         costs = config.costs if config.model.dummy_sleeps else None
         return DummyModel(latent, num_steps, torch.device(device), costs, rank)
-    # This imports diffusers, which the dummy model does not need.
+    # This import takes seconds, because it imports diffusers. The dummy model does not need it.
     from svdpp.models.engine import factory
 
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)

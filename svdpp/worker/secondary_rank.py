@@ -225,7 +225,8 @@ class _ParentChannel(ControlChannel):
         if not self._is_disconnected:
             where = describe_position(self._heartbeat.action, self._heartbeat.step)
             self._say(f"{reason}: {self._name} ends{where}", True)
-            # when one rank of a host exits, the launcher ends the host's other ranks
+            # When one rank of a host exits, the launcher ends the host's other ranks. So only the
+            # host's first rank exits at once.
             if self._world.local_rank:
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

@@ -383,7 +383,7 @@ class PipelineStage:
         return sampling
 
     def _prepare(self, source: ModelInput, sampling: SamplingConfig) -> PreparedInput:
-        # called in a thread of the `ImageReader`
+        # This method is called in a thread of the `ImageReader`.
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:

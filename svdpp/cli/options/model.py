@@ -251,7 +251,8 @@ class ModelOptions:
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return None
-        # Imported here, because light commands rarely need this module.
+        # The import is in this method, because light commands rarely need the module, which takes
+        # long to import.
         from svdpp.models.checkpoint import find_checkpoint
 
         return find_checkpoint(self.model_config("cpu"), weights=False)

@@ -103,7 +103,8 @@ def _check_usable(name: str) -> None:
 @functools.lru_cache
 def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
     """Whether `set_attention_backend` changes how a component computes attention."""
-    # This imports transformers, which takes seconds; a trial of the backends does not need it.
+    # This import takes seconds, because it imports transformers. A trial of backends does not need
+    # it.
     from svdpp.models.engine.load import build_without_weights
 
     return any(_processors(build_without_weights(checkpoint, part)))

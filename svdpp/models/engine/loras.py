@@ -264,7 +264,7 @@ def _converted(
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
     }
-    # The same condition as in diffusers' `load_lora_adapter`.
+    # Condition under which diffusers' `load_lora_adapter` converts the names.
     if given and "lora_A" not in next(iter(given)):
         given = convert_unet_state_dict_to_peft(given)
     used = read.union(*(each.sources for each in given.values()))

@@ -303,7 +303,8 @@ class EngineModel:
         if not self._spec.cuts_prompts:
             return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        if isinstance(tokenizer, ProcessorMixin):  # the first argument of a processor is an image
+        # a processor of text and images would take the prompt in its first argument for an image
+        if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
@@ -490,7 +491,7 @@ _CHANNELS = 3
 _BAND_ROWS = 256
 _HEIGHT, _WIDTH = -2, -1
 # Bicubic interpolation reads four positions: from one before the rounded-down coordinate to two
-# after. One more position is added on both sides, because torch computes coordinates in single
+# after it. One more position is added on both sides, because torch computes coordinates in single
 # precision.
 _BEFORE, _AFTER = 2, 3
 
