@@ -205,7 +205,7 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
-    """Yield the ratios of all metrics.
+    """Yield the ratio, B over A, of each metric of two benchmarks.
 
     Speed-ups over the baselines come first: both sides are measured in the same round, so a drift
     of the machine's speed does not affect them.

@@ -188,7 +188,7 @@ def _no_amp(precision: object) -> object:
 
 
 class BenchConfig(Section):
-    """Configuration of a benchmark."""
+    """Configuration of a benchmark: model, ranks, clips, measurement and targets."""
 
     experiment: Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")]
     """Name of the folder for the results."""

@@ -141,7 +141,7 @@ def load_command(name: str) -> TyperCommand:
 
 
 def run_command_line(arguments: Sequence[str]) -> int:
-    """Run a command line.
+    """Run the command that a command line names, and return the exit code for the process.
 
     Args:
         arguments: Command line after the program's name.

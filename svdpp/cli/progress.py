@@ -404,7 +404,7 @@ class EventLog:
         self._next_warning = 0.0
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Log an event of a rank.
+        """Write a log record about an event of a rank.
 
         Args:
             rank: Rank that sent the event.

@@ -58,7 +58,7 @@ class Part:
 
 @dataclass
 class ServerState:
-    """Content of `server.json`."""
+    """Content of `server.json`: the server, its model, and the batches of a run."""
 
     server: str
     model: str
@@ -159,7 +159,7 @@ class BatchRun:
         return self._folder / STATE_FILE
 
     def adopt(self, earlier: ServerState) -> None:
-        """Continue with the batches of an earlier run.
+        """Continue with the batches of an earlier run, whose clips are not sent again.
 
         Args:
             earlier: State of the earlier run.

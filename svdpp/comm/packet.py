@@ -46,7 +46,7 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
-        """Return the spec of an existing tensor."""
+        """Return the shape and dtype of an existing tensor as a `TensorSpec`."""
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     @property
@@ -99,7 +99,7 @@ class Packet:
 
 
 class Header(NamedTuple):
-    """Header of a packet, a fixed number of bytes."""
+    """Header of a packet: sizes and checksums of what follows, in a fixed number of bytes."""
 
     metadata_bytes: int
     """Number of bytes of the metadata."""

@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class Transport:
-    """All links of one rank.
+    """All links of one rank, by which the rank sends packets to other ranks and receives theirs.
 
     Args:
         rank: Number of the rank.
@@ -326,7 +326,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class PendingPacket:
-    """Packet that is being received in the background."""
+    """Packet whose receive has been posted, and that may not have arrived yet."""
 
     _future: Future[tuple[PacketMetadata, torch.Tensor]]
     _monotonic_ahead: float

@@ -29,7 +29,7 @@ _SLOW_BACKEND = "flex"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTrial:
-    """Trial of one attention backend on a device."""
+    """Result of trying one attention backend on a device."""
 
     name: str
     is_chosen: bool

@@ -43,7 +43,7 @@ class WorkMetrics:
 
     @property
     def seconds(self) -> float:
-        """Total seconds of this work."""
+        """Total seconds of this kind of work on the rank."""
         return self.count * self.mean_seconds
 
 

@@ -162,7 +162,7 @@ class PipelineRequest:
 
     @staticmethod
     def of(config: PipelineConfig, **more: Any) -> PipelineRequest:
-        """Return the request for a configuration.
+        """Return the request for a pipeline with a configuration from the Python API.
 
         Args:
             config: Configuration from a user of the Python API. If its costs are the default,

@@ -19,7 +19,7 @@ from svdpp.errors import RequestError
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """GPU that is visible to this process."""
+    """GPU that is visible to this process, with its name, memory and compute capability."""
 
     index: int
     """Number N in the GPU's device name `cuda:N` in this process."""

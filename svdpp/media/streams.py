@@ -33,7 +33,7 @@ _STILLS = {"mjpeg", "png", "bmp", "gif", "webp", "tiff"}
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """One stream of a file."""
+    """One stream of a video file, with the properties that affect how players show it."""
 
     index: int
     """Number of the stream in the file, from 0."""

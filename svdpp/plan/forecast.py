@@ -304,10 +304,10 @@ def sum_up(
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast the times of clips in a layout, with the costs of the layout.
 
-    The result equals `simulate_schedule`, which would take 15 to 20 times as long. A visit of a
-    clip at a rank takes about a microsecond to compute, and `layout="auto"` compares dozens of
-    layouts. If all replicas are alike, only one replica is computed. Clips beyond `MAX_VISITS` are
-    assumed to finish at the same rate; see `Forecast.computed_clips`.
+    The result equals `simulate_schedule`, which would take 15 to 20 times as long. A visit (the
+    work of one rank on one clip) takes about a microsecond to compute, and `layout="auto"` compares
+    dozens of layouts. If all replicas are alike, only one replica is computed. Clips beyond
+    `MAX_VISITS` are assumed to finish at the same rate; see `Forecast.computed_clips`.
 
     Args:
         layout: Layout with its costs.
@@ -333,7 +333,7 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 
 
 def _most_clips(layout: Layout) -> int:
-    """Return the largest number of clips, in whole groups, with at most `MAX_VISITS` visits."""
+    """Return the most clips, in whole groups, that a forecast computes (see `MAX_VISITS`)."""
     visits = MAX_VISITS
     # Layouts in which ranks share a decode are simulated action by action, which is slower.
     if layout.decode_parallel_size > layout.cfg_parallel_size:

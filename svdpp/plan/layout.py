@@ -493,7 +493,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
     """
     if are_tiles and decode_ranks > len(chunks):
         raise RequestError(
-            f"`decode_ranks` {decode_ranks} needs as many tiles, and a clip of this size is "
+            f"`decode_ranks` {decode_ranks} needs {decode_ranks} tiles, but a clip of this size is "
             f"decoded in {len(chunks)}",
             f"use `decode_ranks` {len(chunks)} or fewer",
             details={"decode_ranks": decode_ranks, "tiles": len(chunks)},

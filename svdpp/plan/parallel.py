@@ -144,8 +144,8 @@ class ParallelConfig:
             in_json=False,
         ),
     )
-    """Whether ranks may hold both experts of a model, so that steps can be cut anywhere. False:
-    clips are cut where the expert changes, except in replicas of one rank."""
+    """Whether ranks may hold both experts of a model, so that steps can be divided anywhere. False:
+    the steps of a clip are divided where the expert changes, except in replicas of one rank."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))

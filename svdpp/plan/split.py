@@ -237,9 +237,10 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 class ClipCuts:
     """Division of the steps of a replica's clips, at fractions that are rounded anew for each clip.
 
-    A position c becomes the cut floor(c + phase). The phases of successive clips are spread evenly
-    over 0 to 1, so that the mean of the cuts is c, and the number of steps of a stage varies by at
-    most one. All positions of a clip have the same phase, so that the cuts stay in order.
+    A cut is a number of finished steps after which a clip goes on to the next stage. A position c
+    becomes the cut floor(c + phase). The phases of successive clips are spread evenly over 0 to 1,
+    so that the mean of the cuts is c, and the number of steps of a stage varies by at most one. All
+    positions of a clip have the same phase, so that the cuts stay in order.
     """
 
     positions: tuple[Cuts, ...]

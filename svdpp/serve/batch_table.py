@@ -200,7 +200,7 @@ class BatchTable:
         return next((_file_of(row) for row in rows), None)
 
     def file_ids(self) -> set[str]:
-        """Return the ids of all files."""
+        """Return the ids of all uploaded files with lines of batches."""
         return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
 
     def remove_file(self, id: str) -> bool:

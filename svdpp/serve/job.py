@@ -23,7 +23,7 @@ VerificationStatus = Literal["none", "running", "equal", "different", "failed"]
 
 
 class JobState(StrEnum):
-    """State of a job."""
+    """State of a job, from queued to one of the final states."""
 
     QUEUED = "queued"
     IN_PROGRESS = "in_progress"

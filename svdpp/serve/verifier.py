@@ -117,7 +117,7 @@ class Verifier:
         ]
 
     def _verify(self, id: str) -> bool:
-        """Verify a clip.
+        """Make a clip again and compare the two, unless the ranks have work.
 
         Returns:
             Whether a verification was begun. False if the ranks have work, or another server is

@@ -30,7 +30,7 @@ class VerificationTask:
 
 @dataclass(kw_only=True)
 class ClipVerification:
-    """Result of the verification of one clip."""
+    """Result of the verification of one clip: its checks, or an error."""
 
     path: Path
     """Path of the clip's file, or the path from the user if it is not a clip."""

@@ -78,7 +78,7 @@ class Reporter:
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the heartbeats."""
+        """Start the thread that sends heartbeats to the parent."""
         self._thread.start()
 
     def stop_sampling(self) -> None:
@@ -87,12 +87,12 @@ class Reporter:
             self.sampler.stop()
 
     def stop(self) -> None:
-        """Stop the heartbeats."""
+        """Stop the thread that sends heartbeats to the parent."""
         self._stopped.set()
         self._thread.join()
 
     def send(self, event: Event) -> None:
-        """Send one event.
+        """Send one event to the parent.
 
         Raises:
             OSError: The parent has ended.

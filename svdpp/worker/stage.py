@@ -130,7 +130,7 @@ class PipelineStage:
         self._images.prepare_early(whole, partial(self._image_ready, whole))
 
     def run(self, action: Action) -> None:
-        """Run one action.
+        """Execute one action, such as a DENOISE or a SEND.
 
         An error that concerns only one clip is reported to the parent. The clip's packet becomes a
         tombstone, which tells later ranks to drop the clip.

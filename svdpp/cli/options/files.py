@@ -50,7 +50,7 @@ SAME_STEM = "same-stem"
 
 
 def clips_option(help: str, default: str | bool) -> Any:
-    """Return the option for the number of clips.
+    """Return the option `--clips`, the number of clips, for a command's option group.
 
     Args:
         help: Help text.
@@ -67,7 +67,7 @@ def clips_option(help: str, default: str | bool) -> Any:
 
 
 def out_option(help: str) -> Any:
-    """Return the option for the output.
+    """Return the option `--out`, the folder or file of the output, for a command's option group.
 
     Args:
         help: Help text.
@@ -389,7 +389,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
-    """Options of the log."""
+    """Options of the log: how much is printed on stderr, and the path of a log file."""
 
     verbose: Annotated[
         int,

@@ -233,7 +233,7 @@ class ModelOptions:
 
     @property
     def family(self) -> str:
-        """Family of the model.
+        """Name of the model's family, such as `wan`.
 
         To find it, the model's configs are read, and downloaded if necessary.
         """
@@ -278,7 +278,7 @@ class ModelOptions:
         return self.last_image_use == "needed"
 
     def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
-        """Return the configuration of the model.
+        """Convert the options to a `ModelConfig`.
 
         Args:
             device: `cpu`, `cuda` or `cuda:N`, on which the default precision depends.

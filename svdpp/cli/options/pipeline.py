@@ -62,7 +62,7 @@ COMPARED = (
 
 
 def gpus_option(default: str) -> Any:
-    """Return the option for the number of ranks.
+    """Return the option `--gpus`, the number of ranks, for a command's option group.
 
     Args:
         default: Default, in words.
@@ -87,7 +87,7 @@ def seconds_option(name: str, help: str) -> Any:
 
 
 def costs_option(default: str) -> Any:
-    """Return the option for costs.
+    """Return the option `--costs`, the cost model of plans, for a command's option group.
 
     Args:
         default: Default, in words.
@@ -214,7 +214,7 @@ class PipelineOptions(ModelOptions):
         settings: Mapping[str, Any] | None = None,
         **more: Any,
     ) -> PipelineRequest:
-        """Return the request for a pipeline with these options.
+        """Convert the options to a `PipelineRequest`, which chooses what the user leaves open.
 
         Args:
             device: Device, if it is already decided; "": that of the options.

@@ -110,7 +110,7 @@ class RangeCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the pipeline.
+        """Call the pipeline, which runs the steps of the range.
 
         Args:
             arguments: Arguments of the pipeline's `__call__`.
@@ -334,7 +334,8 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        if self.given is not None:  # later calls use no tensor that an encode casts
+        # `to` does nothing in later calls: a pipeline casts a component only for the encode
+        if self.given is not None:
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
 
