@@ -471,7 +471,7 @@ def _bind(host: str, port: int) -> socket.socket:
         is_host = isinstance(error, socket.gaierror | UnicodeError)
         raise RequestError(
             f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
-            f"--port {port + 1} or --port 0 takes another one" if port and not is_host else "",
+            f"--port {port + 1} or --port 0 takes another port" if port and not is_host else "",
             details={"host": host, "port": port, "reason": str(error)},
         ) from error
     return bound

@@ -233,7 +233,8 @@ class PipelineRanks:
     def _running_supervisor(self) -> Supervisor:
         if self._supervisor is None:
             raise ClosedError(
-                "the pipeline has no ranks yet", "use it inside `with Pipeline(...) as pipeline:`"
+                "the pipeline has no ranks yet",
+                "use the pipeline inside `with Pipeline(...) as pipeline:`",
             )
         return self._supervisor
 

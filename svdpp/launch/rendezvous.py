@@ -403,7 +403,7 @@ def _accept_all(
             if time.monotonic() > deadline:
                 raise RankError(
                     f"rank {missing[0]} never started within {config.start_timeout:.0f} s",
-                    "check that its host is up and can reach this host, or raise "
+                    "check that the host of the rank is up and can reach this host, or raise "
                     "`start_timeout_seconds`",
                     details={"rank": missing[0], "timeout_seconds": config.start_timeout},
                 )

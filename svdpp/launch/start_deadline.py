@@ -78,7 +78,7 @@ class StartDeadline:
             raise RankError(
                 f"rank {self.rank} never started within {self._seconds:.0f} s: the process that "
                 "starts it does not respond",
-                "check whether that process is stopped or waits for a disk, or raise "
+                "check whether a process of svdpp is stopped or waits for a disk, or raise "
                 "`start_timeout_seconds`",
                 details={"rank": self.rank, "timeout_seconds": self._seconds},
             ) from error

@@ -263,7 +263,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
             os.close(descriptor)
             raise RequestError(
                 f"another svdpp run is writing into {str(path.parent)!r}",
-                "wait until it has ended, or name another `out`",
+                "wait until the other run has ended, or name another `out`",
             ) from None
         except OSError as error:
             return descriptor, error_reason(error)

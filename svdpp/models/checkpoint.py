@@ -225,7 +225,7 @@ class Checkpoint:
         if request.negative_prompt is not None and not (request.prompt and sampling.uses_guidance):
             raise RequestError(
                 "`negative_prompt` has no effect without a prompt and guidance",
-                "leave it out, or use a `guidance_scale` above 1",
+                "leave `negative_prompt` out, or use a `guidance_scale` above 1",
             )
         sampling.check_videos(request.videos)
         if isinstance(sampling, PromptedSampling) and image != sampling.from_image:

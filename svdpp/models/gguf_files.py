@@ -291,7 +291,7 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
         kind = checkpoint.spec.denoiser.strip("()").replace("|", " or ")
         raise RequestError(
             f"{checkpoint.label} takes no `denoisers`: diffusers loads no {kind} from a GGUF file",
-            "leave `denoisers` out; svdpp models lists the families that take one",
+            "leave `denoisers` out; svdpp models lists the families that take GGUF files",
         )
     if importlib.util.find_spec("gguf") is None:
         raise RequestError("`denoisers` needs the package gguf", "pip install 'svdpp[gguf]'")

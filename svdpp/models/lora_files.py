@@ -231,7 +231,7 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
         return
     if not checkpoint.spec.loras:
         raise RequestError(
-            f"{checkpoint.label} takes no `loras`: diffusers' pipeline for it cannot load one"
+            f"{checkpoint.label} takes no `loras`: diffusers' pipeline for it cannot load LoRAs"
         )
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")

@@ -96,7 +96,8 @@ class CostModel:
             raise RequestError(
                 "the costs do not give the time of a transfer between hosts "
                 f"(rank {source} to rank {target})",
-                "use `inter_host_transfer_seconds` SECONDS; svdpp profile on the hosts measures it",
+                "use `inter_host_transfer_seconds` SECONDS; svdpp profile on the hosts "
+                "measures this time",
                 details={"from_rank": source, "to_rank": target},
             )
         return self.inter_host_transfer_seconds

@@ -65,7 +65,7 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     if not is_loopback(host):
         raise RequestError(
             f"`host` {host} lets other machines in, and there are no API keys",
-            "svdpp serve --new-key NAME --api-key-file FILE creates one; then add "
+            "svdpp serve --new-key NAME --api-key-file FILE creates a key; then add "
             "`api_key_file` FILE",
         )
     return None

@@ -213,7 +213,7 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     except (ValueError, TypeError, LookupError) as error:
         raise UnreadableJobError(
             f"this svdpp cannot read {values['id']}: {error}",
-            "a newer svdpp has accepted it: upgrade this server",
+            "a newer svdpp has stored the job: upgrade this server",
             details={"id": values["id"], "reason": str(error)},
         ) from error
     values |= {name: bool(values[name]) for name in ("cancel_requested", "remove_requested")}

@@ -80,7 +80,7 @@ def address_of(url: str) -> str:
         found, values = None, {}
     if found is None:
         raise RequestError(
-            "`queue` takes a URL such as postgresql://svdpp@db/svdpp, and cannot read this one",
+            "`queue` takes a URL such as postgresql://svdpp@db/svdpp; the given one cannot be read",
             "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
             "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
             details={"field": "queue"},
@@ -88,7 +88,7 @@ def address_of(url: str) -> str:
     if not values.keys() & {"host", "hostaddr", "dbname", "service"}:
         raise RequestError(
             "`queue` names neither a host nor a database",
-            "name both, as in postgresql://svdpp@db/svdpp",
+            "name a host and a database, as in postgresql://svdpp@db/svdpp",
             details={"field": "queue"},
         )
     return found["scheme"] + found["place"]

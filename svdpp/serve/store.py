@@ -289,7 +289,7 @@ class FileStore:
 
     def _probe(self) -> None:
         if self.read_queue_id() != self._queue_id:
-            raise self._unavailable("the id of the queue is missing there")
+            raise self._unavailable("the store lacks the id of the queue")
         self._next_probe_at = time.monotonic() + _PROBE_SECONDS
         if self.unavailable_reason:
             self.unavailable_reason = ""

@@ -393,7 +393,9 @@ def parse_seeds(text: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,19})(?:-(\d{1,19}))?\s*", part, re.ASCII)
         if match is None:
             wrong = f"--seeds takes numbers and ranges, got {text!r}"
-            raise RequestError(wrong, "such as --seeds 1-8 or --seeds 1,3", details={"value": text})
+            raise RequestError(
+                wrong, "write seeds such as --seeds 1-8 or --seeds 1,3", details={"value": text}
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         empty = f"--seeds {first}-{last}: the range is empty"
         require(first <= last, empty, f"write {last}-{first}", first=first, last=last)

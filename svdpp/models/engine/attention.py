@@ -78,7 +78,7 @@ def _check_usable(name: str) -> None:
     if name not in known:
         raise RequestError(
             f"diffusers has no `attention_backend` {name!r}",
-            nearest(name, known, f"it has {', '.join(known)}"),
+            nearest(name, known, f"diffusers has {', '.join(known)}"),
             details={"attention_backend": name, "known": known},
         )
     backend = AttentionBackendName(name)

@@ -297,7 +297,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
             raise ModelError(
                 f"the tensor {_names(factor.sources)} of shape {shapes[0]} does not fit the weight "
                 f"{path} of shape {shapes[1]}",
-                f"use a LoRA for this model; {display_name(file.path.name)} is for another one",
+                f"use a LoRA for this model; {display_name(file.path.name)} is for another model",
                 details={
                     "tensor": sorted(factor.sources),
                     "shape": shapes[0],
@@ -318,7 +318,7 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
     if strange := sorted(key for key in others if not given[key].sources <= ignored):
         _refuse(f"{short_repr(strange[0])} is not in a {kind}", strange)
     if len(others) == len(given):
-        raise ModelError(f"none of its tensors is for a {kind}")
+        raise ModelError(f"no tensor of the file is for a {kind}")
 
 
 def _check_loaded(
@@ -336,7 +336,7 @@ def _check_loaded(
 
     kind = type(denoiser).__name__
     if name not in getattr(denoiser, "peft_config", {}):
-        raise ModelError(f"none of its tensors is for a {kind}")
+        raise ModelError(f"no tensor of the file is for a {kind}")
     held = get_peft_model_state_dict(denoiser, adapter_name=name)
     others = given.keys() - held.keys()
     strange = sorted(key for key in others if not given[key].sources <= ignored)
