@@ -172,7 +172,7 @@ def test_the_demo_model_is_refused_before_its_weights_are_read() -> None:
     ("name", "words", "hint"),
     [
         ("nativ", "diffusers has no `attention_backend` 'nativ'", "did you mean native?"),
-        ("", "diffusers has no `attention_backend` ''", "it has flash, flash_hub"),
+        ("", "diffusers has no `attention_backend` ''", "diffusers has flash, flash_hub"),
         ("flash_hub", "flash_hub is refused: diffusers would download its kernels", "no code from"),
         ("sage", "sage cannot be used: Sage Attention .* missing package", "svdpp doctor"),
         ("xformers", "xformers cannot be used: .* missing package", "svdpp doctor"),
