@@ -183,8 +183,16 @@ def _is_own(
     if not is_local and repository == model.name and revision in (None, model.revision):
         return True
     is_hub_id = isinstance(repository, str) and re.fullmatch(_HUB_ID, repository) is not None
-    if is_hub_id and not os.path.isdir(repository):
+    is_here = is_hub_id and os.path.isdir(repository)
+    if is_hub_id and not is_here:
         return False
+    if is_here and not is_local:
+        raise index.error(
+            f"the {part} is in the repository {short_repr(repository)}, and the working directory "
+            "has a folder of this name, which diffusers would read",
+            "run the command in another directory",
+            details={"component": part, "repository": repository},
+        )
     # `save_pretrained` writes the path to which it saves. The folder may have been moved since.
     if folder.is_dir():
         return True

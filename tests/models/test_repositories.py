@@ -253,6 +253,30 @@ def test_places_that_svdpp_does_not_follow_are_refused(
     assert not hub.requested
 
 
+def test_a_folder_in_the_working_directory_is_not_read_for_a_repository(
+    spread: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """diffusers would read it."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(spread.others["org/vae"], tmp_path / "org" / "vae")
+    error = error_of("org/tiny")
+    assert "the vae is in the repository 'org/vae', and the working directory" in error.message
+    assert error.details["repository"] == "org/vae"
+
+
+def test_a_component_of_another_revision_of_the_model(
+    hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
+) -> None:
+    hub.folder = Path(shutil.copytree(whole, tmp_path / "tiny"))
+    hub.others["org/tiny@v2"] = changed
+    for part in PARTS:
+        _name_place(hub.folder, part)
+    _name_place(hub.folder, "vae", repo="org/tiny", revision="v2")
+    checkpoint = find_checkpoint(ModelConfig(name="org/tiny"), weights=False)
+    assert checkpoint.external_components == {"vae": f"org/tiny@{commit_of('org/tiny@v2')}"}
+    assert (checkpoint.revision, checkpoint.folder.name) == (COMMIT, COMMIT)
+
+
 @pytest.mark.parametrize(
     ("response", "message", "hint"),
     [
