@@ -206,14 +206,22 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
 SECURITY = (ROOT / "docs" / "security.md").read_text()
 
 
-@pytest.mark.parametrize(("family", "steps"), [("echo", 8), ("framepack", 4), ("helios", 4)])
-def test_a_trial_has_a_number_of_steps_that_the_family_can_make(family: str, steps: int) -> None:
-    """The default clips of the last two have 4 chunks; three ranks divide 12 steps."""
+@pytest.mark.parametrize(
+    ("family", "two_ranks", "three_ranks"),
+    [
+        *(("echo", 8, 8), ("framepack", 4, 12), ("helios", 4, 12)),
+        *(("helios_pyramid", 12, 12), ("helios_distilled", 30, 15)),
+    ],
+)
+def test_a_trial_has_a_number_of_steps_that_the_family_can_make(
+    family: str, two_ranks: int, three_ranks: int
+) -> None:
+    """The default clips have 4 chunks, but for Echo, whose number of steps is fixed."""
     spec = FAMILY_SPECS[family]
-    sampling = spec.sampling().with_few_steps(2, 2)
-    assert sampling.num_inference_steps == steps
-    spec.check_sampling(None, sampling)  # they read no checkpoint
-    assert spec.sampling().with_few_steps(2, 3).num_inference_steps == (8 if steps == 8 else 12)
+    for num_ranks, steps in ((2, two_ranks), (3, three_ranks)):
+        sampling = spec.sampling().with_few_steps(2, num_ranks)
+        assert sampling.num_inference_steps == steps
+        spec.check_sampling(None, sampling)  # they read no checkpoint
 
 
 def test_the_documentation_has_every_limit_and_its_value() -> None:

@@ -554,6 +554,7 @@ class Configs:
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
         parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
+        self._configs: dict[str, JsonFile] = {}
         #: Class name of the scheduler, and the values of its config; None and empty: without one.
         self.scheduler_class: str | None = None
         self.scheduler_config: Mapping[str, Any] = {}
@@ -570,8 +571,9 @@ class Configs:
             for key, reason in _REFUSED_OF_SCHEDULERS.items():
                 config.refuse(key, reason)
             self.scheduler_config = config.values
+            self._configs["scheduler"] = config
         weighted = filter(has_weights, self.classes)
-        self._configs = {part: _checked(folders[part], "config.json") for part in weighted}
+        self._configs |= {part: _checked(folders[part], "config.json") for part in weighted}
         for part in self.classes.keys() - self._configs.keys():
             for path in sorted(folders[part].path.glob("*_config.json")):
                 _checked(folders[part], path.name)
@@ -581,11 +583,15 @@ class Configs:
         name = _entry(self.index, "scheduler")[1]
         if name in proven:
             return str(name)
+        others = _families_of(self.index.values["_class_name"])
+        fitting = [each for each in others if name in FAMILY_SPECS[each].schedulers]
         first = proven[0]
         raise self.index.error(
             f"the scheduler {short_repr(name)} is not supported: this family's steps are "
             f"proven with {' and '.join(proven)}",
-            f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+            f"`family` {fitting[0]}"
+            if fitting
+            else f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
             f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
             details={"scheduler": name, "supported": list(proven)},
         )

@@ -506,6 +506,10 @@ class MemoryTracker(TorchDispatchMode):
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Helios factorises a matrix that is singular but for rounding. That may fail on this CPU
+        # although the ranks' devices can do it.
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
         result = None
         if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
             result = _WITHOUT_DATA[func](*args)

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,8 +31,16 @@ from svdpp.plan.roles import Roles
 from tests.models.test_registry import TinyModels
 from tests.support.allocations import allocated_peak
 from tests.support.builders import edit_json
-from tests.support.range_checks import TinyModel, loaded, nothing, photograph, read_folder, source
-from tests.support.tiny_families import CASES, FIRST
+from tests.support.range_checks import (
+    TinyModel,
+    loaded,
+    model_of,
+    nothing,
+    photograph,
+    read_folder,
+    source,
+)
+from tests.support.tiny_families import CASES, FIRST, save_tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -226,6 +235,18 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
     image = source(sampling) if case.image else None
     rel = dict.fromkeys(("encode", "denoise", "decode"), 0.1) if name in SIZES else {}
     check(replace(tiny_model, sampling=sampling, source=image), rel)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_matrix_that_this_cpu_cannot_factorise_is_no_error(tmp_path: Path) -> None:
+    """With the default `gamma`, Helios' matrix is singular but for rounding."""
+    scheduler = diffusers.HeliosDMDScheduler(use_dynamic_shifting=True)
+    checkpoint = read_folder(save_tiny("helios_distilled", tmp_path, scheduler=scheduler))
+    case = CASES["helios-distilled"]
+    sampling = checkpoint.resolve_sampling(case.config(num_frames=33, num_inference_steps=6))
+    found = estimate(checkpoint, model_of(checkpoint), sampling, device="cpu")
+    assert found.denoise.weight_bytes
 
 
 @pytest.mark.slow

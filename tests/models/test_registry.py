@@ -25,8 +25,9 @@ from svdpp.models.engine.call import split_batch
 from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.model import EngineModel
 from svdpp.plan.roles import Roles
-from svdpp.verification.reference import stack_frames
+from svdpp.verification.reference import Reference, stack_frames
 from svdpp.worker.stage import expected_like
+from svdpp.worker.tensor_files import solver_history
 from tests.support.family_case import SIZES, STEPS
 from tests.support.partners import Half, run_pair
 from tests.support.range_checks import (
@@ -36,6 +37,7 @@ from tests.support.range_checks import (
     loaded,
     nothing,
     photograph,
+    read_folder,
     whole_clip,
 )
 from tests.support.tiny_families import CASES, FIRST, KINDS, NOT_ALIKE, chosen, save_tiny
@@ -70,6 +72,28 @@ def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, nam
     }
     ends = tiny_model.rank_for(0, 1), tiny_model.rank_for(tiny_model.steps - 1, tiny_model.steps)
     assert {name for each in ends for name in loaded(each)} == denoisers
+
+
+@pytest.mark.slow
+def test_the_solver_history_at_the_end_of_a_stage_is_that_of_the_whole_call(
+    tiny_models: TinyModels,
+) -> None:
+    """The next stage sets timesteps before the denoiser's next call, where the call is cut."""
+    tiny_model, histories = tiny_models("helios-pyramid"), []
+    Reference(tiny_model.checkpoint, tiny_model.model, "cpu", from_image=False).run(
+        tiny_model.request(),
+        None,
+        tiny_model.sampling,
+        before_steps=lambda: None,
+        after_step=lambda _, tensors: histories.append(solver_history(tensors)),
+    )
+    packet = tiny_model.encode(tiny_model.request())
+    for step, expected in enumerate(histories):
+        packet = tiny_model.rank_for(step, step + 1).denoise(packet, step, step + 1, nothing)
+        found = solver_history(packet)
+        assert found.keys() & expected.keys()
+        for name in found.keys() & expected.keys():
+            assert torch.equal(found[name], expected[name]), (step, name)
 
 
 @pytest.mark.parametrize("name", ["wan-last-image", "ltx-condition-last-image"])
@@ -122,6 +146,21 @@ def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_p
     assert "use_flow_sigmas=True" in caught.value.hint
 
 
+def test_a_scheduler_of_another_family_of_the_pipeline_is_refused_with_that_family(
+    tmp_path: Path,
+) -> None:
+    """The index of Helios-Distilled names the pipeline of Helios-Mid."""
+    folder = save_tiny("helios_distilled", tmp_path)
+    index = folder / "modular_model_index.json"
+    values = json.loads(index.read_text())
+    del values["_blocks_class_name"]
+    index.write_text(json.dumps({**values, "_class_name": "HeliosPyramidPipeline"}))
+    with pytest.raises(ModelError, match="HeliosDMDScheduler' is not supported") as caught:
+        find_checkpoint(ModelConfig(name=str(folder)))
+    assert caught.value.hint == "`family` helios_distilled"
+    assert read_folder(folder, "helios_distilled").scheduler_class == "HeliosDMDScheduler"
+
+
 # Negative controls: damage to any part of a packet shows in the clip. A part whose damage shows
 # nowhere need not travel, so these tests also find what a spec should drop.
 
@@ -150,7 +189,7 @@ CONTROLLED = [
     case
     for case in chosen(
         ("wan", "ltx-image", "ltx-condition-image", "latte"),
-        {*FIRST.values(), *(name for name, case in CASES.items() if case.draws)},
+        {*FIRST.values(), *(name for name in NOT_ALIKE if CASES[name].draws)},
     )
     if not any(word in str(case.values[0]) for word in ALIKE)
 ]

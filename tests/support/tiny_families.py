@@ -35,10 +35,11 @@ CASES: Mapping[str, Case] = {
 #: Name of the first test case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
-#: Cases that differ from all others in more than scheduler or guidance.
-NOT_ALIKE = [
-    name for name in CASES if not any(word in name for word in ("euler", "order", "unguided"))
-]
+#: Words in the names of cases that differ from another one in scheduler or guidance alone, or whose
+#: image is encoded as that of another family.
+_ALIKE = ("euler", "order", "unguided", "echo-image", "pyramid-image", "distilled-image")
+#: All other cases.
+NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
 
 #: Test cases that cover each kind of family: guidance in one batch, two experts, further videos,
 #: sound.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from svdpp.config.families.chunks import check_steps_of_chunks
+from svdpp.config.families.fixed import check_fixed
 from svdpp.config.families.spec import (
     CheckpointConfigs,
     CheckpointFacts,
@@ -17,6 +18,8 @@ from svdpp.config.sampling import PromptedSampling
 
 # Latent frames of each chunk, frames that the VAE makes of them, and its temporal factor.
 _LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
+# Stages of a chunk in the pyramid's pipelines; each has frames of twice the last one's sides.
+_STAGES = 3
 
 
 def _frames_of(chunks: int) -> int:
@@ -29,14 +32,12 @@ def _chunks_of(frames: int) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeliosSampling(PromptedSampling):
-    """The parameters of diffusers' `HeliosModularPipeline`, with defaults."""
+class HeliosBaseSampling(PromptedSampling):
+    """Sampling parameters that the pipelines of Helios share, with defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 32
 
-    family: Literal["helios"] = "helios"
-    num_inference_steps: int = 200
     height: int = 384
     width: int = 640
     num_frames: int = 129
@@ -45,12 +46,17 @@ class HeliosSampling(PromptedSampling):
     max_sequence_length: int = 512
 
     @property
-    def steps_unit(self) -> int:
-        """Number of chunks, which all have the same number of steps."""
+    def chunks(self) -> int:
+        """Number of chunks of the clip."""
         return _chunks_of(self.num_frames)
 
+    @property
+    def steps_unit(self) -> int:
+        """Number of chunks, which all have the same number of steps."""
+        return self.chunks
+
     def _check_frames(self) -> None:
-        chunks = _chunks_of(self.num_frames)
+        chunks = self.chunks
         below = _frames_of(max(1, chunks - 1))
         nearest = sorted({below, _frames_of(chunks), _frames_of(chunks + 1)})
         require(
@@ -62,17 +68,154 @@ class HeliosSampling(PromptedSampling):
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeliosSampling(HeliosBaseSampling):
+    """The parameters of diffusers' `HeliosModularPipeline`, with defaults."""
+
+    family: Literal["helios"] = "helios"
+    num_inference_steps: int = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosPyramidBaseSampling(HeliosBaseSampling):
+    """Sampling parameters of pipelines that make each chunk in stages, small frames first."""
+
+    side_unit: ClassVar[int] = 16 * 2 ** (_STAGES - 1)
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of all chunks."""
+        return _STAGES * self.chunks
+
+    @property
+    def steps_unit(self) -> int:
+        """Number of stages of all chunks, which all have the same number of steps."""
+        return self.num_stages
+
+    @property
+    def steps_per_stage(self) -> int:
+        """Number of steps of each stage."""
+        return self.num_inference_steps // self.steps_unit
+
+    def place_of(self, step: int) -> StepPlace:
+        """Return the stage of a step, and its place in the stage.
+
+        Args:
+            step: Index of the step among those of the clip.
+        """
+        per_stage = self.steps_per_stage
+        return StepPlace(step // per_stage % _STAGES, step % per_stage == per_stage - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosPyramidSampling(HeliosPyramidBaseSampling):
+    """The parameters of diffusers' `HeliosPyramidModularPipeline`, with defaults."""
+
+    family: Literal["helios_pyramid"] = "helios_pyramid"
+    num_inference_steps: int = 120
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosDistilledSampling(HeliosPyramidBaseSampling):
+    """The parameters of diffusers' `HeliosPyramidDistilledModularPipeline`.
+
+    The default number of steps is that of the published model, 2 in each stage.
+    """
+
+    family: Literal["helios_distilled"] = "helios_distilled"
+    num_inference_steps: int = 30
+    guidance_scale: float = 1.0
+
+    @property
+    def steps_unit(self) -> int:
+        """Number of stages, of which those of the first chunk count twice."""
+        return self.num_stages + _STAGES
+
+    def place_of(self, step: int) -> StepPlace:
+        """Return the stage of a step, and its place in the stage; see the base class.
+
+        The stages of the first chunk have twice the steps of others.
+        """
+        first_chunk = 2 * _STAGES * self.steps_per_stage
+        if step >= first_chunk:
+            return super().place_of(step - first_chunk)
+        per_stage = 2 * self.steps_per_stage
+        return StepPlace(step // per_stage, step % per_stage == per_stage - 1)
+
+
+class StepPlace(NamedTuple):
+    """Place of a denoising step in its chunk."""
+
+    stage: int
+    ends_stage: bool
+    """Whether the step is the last one of its stage."""
+
+
 def _call_arguments(sampling: Any) -> dict[str, Any]:
     """Return `num_inference_steps` for one chunk, and `num_frames` of all whole chunks."""
-    chunks = _chunks_of(sampling.num_frames)
-    steps = sampling.num_inference_steps // chunks
-    return {"num_frames": _CHUNK * chunks, "num_inference_steps": steps}
+    steps = sampling.num_inference_steps // sampling.chunks
+    return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
+
+
+def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
+    """Return the number of steps of each stage of a chunk, and `num_frames` of all whole chunks."""
+    steps = [sampling.steps_per_stage] * _STAGES
+    return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
+
+
+def _check_stages(_: object, sampling: Any) -> None:
+    unit, steps = sampling.steps_unit, sampling.num_inference_steps
+    twice = ", those of the first chunk twice" if unit > sampling.num_stages else ""
+    require(
+        steps % unit == 0,
+        f"`num_inference_steps` counts the steps of all {_STAGES} stages of all chunks: for the "
+        f"{sampling.chunks} chunks of {sampling.num_frames} frames it must be a multiple of "
+        f"{unit}{twice}, got {steps}",
+        frames=sampling.num_frames,
+        chunks=sampling.chunks,
+        stages=_STAGES,
+        unit=unit,
+        steps=steps,
+    )
+
+
+def _check_distilled(checkpoint: object, sampling: Any) -> None:
+    check_fixed(sampling, {"guidance_scale": "the model is distilled to run without guidance"})
+    _check_stages(checkpoint, sampling)
+
+
+def _latent_divisor(sampling: Any, step: int) -> int:
+    """Return by which number the latent's sides are divided after a number of steps."""
+    stage = sampling.place_of(step - 1).stage if step else 0
+    return int(2 ** (_STAGES - 1 - stage))
+
+
+def _distilled_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
+    """Return the dtype of the latent after a number of steps.
+
+    The noise of a chunk is in float32, the last step of a stage returns the denoiser's dtype, and
+    other steps return the dtype with which their stage began.
+    """
+    if not step:
+        return "fp32"
+    place = sampling.place_of(step - 1)
+    return "model" if place.stage or place.ends_stage else "fp32"
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     vae = configs.of("vae", scale_factor_spatial=8, scale_factor_temporal=_TEMPORAL)
     vae.require("scale_factor_temporal", _TEMPORAL, "by which the frames of a chunk are counted")
+    scheduler = configs.of("scheduler", scheduler_type="unipc")
+    scheduler.require("scheduler_type", "unipc", "whose latents are in float32")
     unit = 2 * vae.positive_int("scale_factor_spatial", 64)
+    return {"size_multiple": (unit, unit)}
+
+
+def _pyramid_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    scheduler = configs.of("scheduler", stages=_STAGES)
+    scheduler.require("stages", _STAGES, "by which the steps are counted")
+    (unit, _) = _checkpoint_facts(configs)["size_multiple"]
+    unit *= 2 ** (_STAGES - 1)
     return {"size_multiple": (unit, unit)}
 
 
@@ -98,4 +241,34 @@ HELIOS = FamilySpec(
     call_arguments=_call_arguments,
 )
 
-FAMILIES = (HELIOS,)
+HELIOS_PYRAMID = replace(
+    HELIOS,
+    sampling=HeliosPyramidSampling,
+    title="Helios, each chunk in three sizes",
+    example="BestWishYsh/Helios-Mid",
+    text_pipeline="HeliosPyramidModularPipeline",
+    image_pipeline="HeliosPyramidModularPipeline",
+    aliases=("HeliosPyramidPipeline",),
+    text_aliases=("HeliosPyramidPipeline",),
+    modular=ModularSpec(blocks=("HeliosPyramidAutoBlocks",), latent_divisor=_latent_divisor),
+    checkpoint_facts=_pyramid_facts,
+    check_sampling=_check_stages,
+    call_arguments=_pyramid_arguments,
+)
+
+HELIOS_DISTILLED = replace(
+    HELIOS_PYRAMID,
+    sampling=HeliosDistilledSampling,
+    title="Helios, distilled",
+    example="BestWishYsh/Helios-Distilled",
+    text_pipeline="HeliosPyramidDistilledModularPipeline",
+    image_pipeline="HeliosPyramidDistilledModularPipeline",
+    schedulers=("HeliosDMDScheduler",),
+    latent_dtype=_distilled_dtype,
+    modular=ModularSpec(
+        blocks=("HeliosPyramidDistilledAutoBlocks",), latent_divisor=_latent_divisor
+    ),
+    check_sampling=_check_distilled,
+)
+
+FAMILIES = (HELIOS, HELIOS_PYRAMID, HELIOS_DISTILLED)

@@ -113,6 +113,9 @@ class ModularSpec:
     first_frames: Callable[[Any], int] = lambda _: 0
     """Returns the frames by which the latent before the first step is longer than the results of
     steps, from the sampling parameters: those of images, which no step changes."""
+    latent_divisor: Callable[[Any, int], int] = lambda *_: 1
+    """Returns the number by which the latent's height and width are divided after some steps. Its
+    arguments are the sampling parameters and the number of finished steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,11 +225,15 @@ class FamilySpec:
     """Function that returns the number of frames of the latent. Its arguments are the loaded
     pipeline, the sampling parameters, and the number of latent frames to which the VAE compresses
     the clip."""
-    latent_dtype: Literal["fp32", "model", "stepped", "stepped from text"] = "fp32"
+    latent_dtype: (
+        Literal["fp32", "model", "stepped", "stepped from text"]
+        | Callable[[Any, int], Literal["fp32", "model"]]
+    ) = "fp32"
     """dtype of the latent. `fp32`: float32. `model`: the denoiser's dtype. `stepped`: float32
     before the first step; after it the denoiser's dtype, if the scheduler is
     `FlowMatchEulerDiscreteScheduler`. `stepped from text`: as `stepped` for clips from text, and
-    float32 for clips from an image."""
+    float32 for clips from an image. A function returns one of the first two. Its arguments are the
+    sampling parameters and the number of finished steps."""
     decodes_in_chunks: bool = False
     """Whether the pipeline's `decode_latents` decodes chunks of `decode_chunk_size` frames, which
     do not depend on each other."""

@@ -42,6 +42,9 @@ def latent_spec(
         step: Number of finished steps; 0: the latent before the first step.
     """
     spec = checkpoint.spec
+    kind = spec.latent_dtype
+    if callable(kind):
+        kind = kind(sampling, step)
     is_stepped = step > 0 and checkpoint.scheduler_class == _CASTING
     is_cast = {
         "fp32": False,
@@ -52,7 +55,7 @@ def latent_spec(
     axes = sampling.latent_axes if step == 0 else sampling.step_axes
     return LatentSpec(
         shape=_shape(pipe, spec, sampling, step, axes),
-        dtype=dtype if is_cast[spec.latent_dtype] else "fp32",
+        dtype=dtype if is_cast[kind] else "fp32",
         dims=axes,
     )
 
@@ -66,8 +69,11 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
         "H": sampling.height // side,
         "W": sampling.width // side,
     }
-    if spec.modular is not None and step == 0:
-        sizes["F"] += spec.modular.first_frames(sampling)
+    if spec.modular is not None:
+        divisor = spec.modular.latent_divisor(sampling, step)
+        sizes |= {side: sizes[side] // divisor for side in ("H", "W")}
+        if step == 0:
+            sizes["F"] += spec.modular.first_frames(sampling)
     sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
     return tuple(sizes[axis] for axis in axes)
 

@@ -49,6 +49,7 @@ from svdpp.errors import ModelError
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
 from svdpp.models.engine.call import global_states
 from svdpp.models.engine.component_attributes import (
+    Attributes,
     attributes_of,
     modules_of,
     set_back_component,
@@ -134,6 +135,8 @@ class ModularCall:
         self._outputs: list[Node | None] = []
         self._series: list[Any] = []
         self._ran_step = False
+        # Attributes of components after the last step of the call, by the name of the component.
+        self._after_last_step: dict[str, Attributes] = {}
         self._entry: SubBlockEntry | None = None
         self._is_shared_block = False  # whether the sub-block's calls are shared with a second rank
 
@@ -396,6 +399,10 @@ class ModularCall:
         self._ran_step = True
         self._evaluations = 0
         self._steps += 1
+        if self._steps == self.end:
+            self._after_last_step = {
+                name: attributes_of(component) for name, component in self._parts.items()
+            }
         if self.after_step is not None:
             self.after_step(self._steps - 1, self._latents)
 
@@ -451,7 +458,7 @@ class ModularCall:
                 for kind, names in self._state.kwargs_mapping.items()
             },
             "loop": None if place is None else {**place, "block_state": block_state},
-            "attributes": self._packed_attributes(),
+            "attributes": self._packed_attributes(self._after_last_step if is_inside else {}),
             "inner": self._packed_inner() if is_inside else None,
         }
         raise _Stop
@@ -496,13 +503,19 @@ class ModularCall:
                     names.update(self._state.kwargs_mapping.get(value.kwargs_type, ()))
         return names, triggers
 
-    def _packed_attributes(self) -> dict[str, Any]:
-        """Return the structure of the attributes of components that steps have changed."""
+    def _packed_attributes(self, known: Mapping[str, Attributes]) -> dict[str, Any]:
+        """Return the structure of the attributes of components that steps have changed.
+
+        Args:
+            known: Attributes to pack, by component; present ones of components that are not named.
+                After the last step, the pipeline may have begun another series of steps.
+        """
         packed: dict[str, Any] = {}
         for part, component in self._parts.items():
             is_denoiser = part in self._denoisers
             modules = {}
-            for module, attributes in attributes_of(component).items():
+            every = known[part] if part in known else attributes_of(component)
+            for module, attributes in every.items():
                 before = self._before[part].get(module, {})
                 changed = {
                     name: value
