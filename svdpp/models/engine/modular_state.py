@@ -134,7 +134,7 @@ class StatePacker(Packer):
         if kept is not None and node["name"] == name:
             # A view of another tensor, such as one of a scheduler's timesteps, gets its own memory:
             # safetensors does not store views.
-            storage = kept.untyped_storage().data_ptr()
+            storage = kept.untyped_storage()._cdata
             if storage in self._storages:
                 self.tensors[name] = kept.clone()
             self._storages.add(storage)
