@@ -14,7 +14,8 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Frames of a tile, and how many frames and pixels two tiles share (`AutoencoderKLAllegro`).
+# Number of frames of a tile, and numbers of frames and pixels in which two tiles overlap
+# (`AutoencoderKLAllegro`).
 _TILE_FRAMES, _SHARED_FRAMES = 24, 8
 _SHARED_PIXELS = {"height": 120, "width": 80}
 
@@ -45,10 +46,10 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    """Check that tiles cover the clip: the VAE leaves black what no whole tile covers.
+    """Check that whole tiles cover the clip, because the VAE leaves all other pixels black.
 
     Raises:
-        RequestError: Frames or pixels remain; the hint has the nearest numbers.
+        RequestError: No whole tile covers some frames or pixels; the hint has the nearest numbers.
     """
     side = checkpoint.vae_tile_side
     assert side is not None

@@ -49,7 +49,8 @@ class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
 def _latent_channels(pipe: Any) -> int:
     """Return the number of the VAE's latent channels.
 
-    The denoiser's input channels do not tell it: for clips from an image they are twice as many.
+    The number of the denoiser's input channels cannot be used: for clips from an image it is twice
+    as large.
     """
     return int(pipe.vae.config.latent_channels)
 
@@ -57,7 +58,7 @@ def _latent_channels(pipe: Any) -> int:
 def _latent_frames(pipe: Any, _: Any, frames: int) -> int:
     """Return the number of latent frames, rounded up to whole patches in time.
 
-    CogVideoX 1.5 adds latent frames for this, and removes them before the decode.
+    CogVideoX 1.5 adds latent frames to fill the last patch, and removes them before the decode.
     """
     size = pipe.transformer.config.patch_size_t or 1
     return -(-frames // size) * size

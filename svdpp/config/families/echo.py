@@ -30,7 +30,7 @@ class EchoSampling(PromptedSampling):
     max_sequence_length: int = 1024
 
 
-#: Parameters of all families that the pipeline does not have, and the reason.
+#: Parameters that other families have and this pipeline lacks, each with the reason.
 _FIXED = {
     "num_inference_steps": "the model is distilled for the 8 noise levels that diffusers publishes",
     "guidance_scale": "the model runs without guidance",
@@ -56,7 +56,7 @@ ECHO = FamilySpec(
     decode_components=LTX2.decode_components,
     component_classes=LTX2.component_classes,
     pipeline_package=LTX2.pipeline_package,
-    # As in diffusers' documentation of the pipeline.
+    # diffusers' documentation of the pipeline loads this component in float32, too.
     fp32_components=frozenset({"audio_vae"}),
     loras=False,
     latent_dtype="model",

@@ -16,14 +16,15 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Latent frames of each chunk, frames that the VAE makes of them, and its temporal factor.
+# Number of latent frames of each chunk, number of frames that the VAE makes of a chunk, and the
+# VAE's temporal compression factor.
 _LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
 # Stages of a chunk in the pyramid's pipelines; each has frames of twice the last one's sides.
 _STAGES = 3
 
 
 def _frames_of(chunks: int) -> int:
-    """Return the number of frames that the pipeline keeps of a number of whole chunks."""
+    """Return the number of frames of a clip that is made of a number of whole chunks."""
     return (_CHUNK * chunks - 1) // _TEMPORAL * _TEMPORAL + 1
 
 

@@ -117,7 +117,8 @@ HUNYUAN_VIDEO_15_MODULAR = replace(
     aliases=("HunyuanVideo15Pipeline", _IMAGE_PIPELINE),
     text_aliases=("HunyuanVideo15Pipeline",),
     size_from_image=False,
-    shared_components=(),  # diffusers creates a guider if the checkpoint has none
+    # the guider need not be in the checkpoint: diffusers creates one if it is missing
+    shared_components=(),
     branches="replay",
     checkpoint_facts=_modular_facts,
     check_sampling=_check_guidance,

@@ -57,7 +57,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the channels of the latent; with image conditioning, plus an image and a mask."""
+    """Return the number of channels of the latent, with those of an image and a mask, if any."""
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
 

@@ -93,22 +93,22 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
 
     @property
     def step_axes(self) -> str:
-        """Axes of the results of steps. A clip from an image is unpacked for its steps."""
+        """Axes of the results of steps; from an image, the latent is unpacked for the steps."""
         return "BCFHW" if self.from_image else self.latent_axes
 
 
 @dataclass(frozen=True)
 class VideoCondition:
-    """Image that a clip shows at a place; has the fields of diffusers' `LTX2VideoCondition`."""
+    """Image that a clip shows at one frame; has the fields of `LTX2VideoCondition`."""
 
     frames: Any
-    """PIL image."""
+    """Image of PIL that the clip shows."""
     index: int
     """Frame of the latent; -1: the last one."""
     strength: float
     """Weight of the image: 0 (no effect) to 1 (the frame is the image)."""
     crf: int = 0
-    """Quality of an H.264 compression of the image; 0: none, as it needs PyAV."""
+    """Quality of an H.264 compression of the image. 0: no compression, which would need PyAV."""
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -130,7 +130,8 @@ def _guidance_arguments(sampling: Any) -> dict[str, Any]:
 
 
 def _image_arguments(sampling: Any) -> dict[str, Any]:
-    # By default diffusers first compresses the input image with H.264, which needs PyAV.
+    # Without this argument, diffusers would first compress the input image with H.264, which needs
+    # PyAV.
     return {"image_crf": 0} if sampling.from_image else {}
 
 

@@ -29,7 +29,7 @@ class MiniMaxH3Sampling(PromptedSampling):
     max_sequence_length: int = 4096
 
 
-#: Parameters of all families that the pipeline does not have, and the reason.
+#: Parameters that other families have and this pipeline lacks, each with the reason.
 _FIXED = {
     "fps": "the model makes the sound for this rate",
     "guidance_scale": "the model runs without guidance",
@@ -42,7 +42,7 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the channels of a row of the latent, which has all values of one patch."""
+    """Return the number of channels of the latent: the number of values of one patch."""
     return int(pipe.vae_latent_channels * math.prod(pipe.patch_size))
 
 
@@ -79,7 +79,7 @@ MINIMAX_H3 = FamilySpec(
     loras=False,
     latent_channels=_latent_channels,
     latent_frames=_latent_frames,
-    # A frame less or more would be another duration, which the pipeline refuses.
+    # With one frame less or more, the clip would be shorter or longer than the pipeline allows.
     frame_limits=(124, 345, "which are 5 to 15 seconds"),
     check_sampling=_check_sampling,
     # The pipeline makes one step less than it is asked for: the last of its noise levels is 0.

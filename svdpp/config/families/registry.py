@@ -75,7 +75,7 @@ FAMILY_OF_PIPELINE: Mapping[str, str] = _families_by_pipeline()
 #: Class of each family's sampling parameters, by the name of the family.
 SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec in _SPECS}
 
-#: Sampling parameters of any family; the field `family` tells which one.
+#: Sampling parameters of any family; their field `family` names the family.
 if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
 else:  # pydantic parses a message into the class whose `family` matches

@@ -35,10 +35,10 @@ SANA_VIDEO = FamilySpec(
     image_pipeline="SanaImageToVideoPipeline",
     text_and_image=True,
     schedulers=("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
-    # With LTX-2's VAE, as at 720p, the number of frames has another unit.
+    # Checkpoints with LTX-2's VAE (for 720p) are refused: they need other numbers of frames.
     component_classes={"text_encoder": "Gemma2Model", "vae": "AutoencoderKLWan"},
     fp32_components=frozenset({"vae"}),
-    # From an image no step changes the first frame of the latent.
+    # In a clip from an image, no step changes the first frame of the latent.
     initial_latent_source="latents",
     num_results_equal_latents=1,
     latent_dtype="stepped from text",
@@ -47,8 +47,8 @@ SANA_VIDEO = FamilySpec(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
     ),
     renamed_arguments={"frames": "num_frames"},
-    # With resolution binning, the pipeline would make the latent of another height and width
-    # than the clip's.
+    # With resolution binning, the pipeline would make a latent for another height and width than
+    # the clip's.
     call_arguments=lambda _: {"use_resolution_binning": False},
     decodes_in_tiles=True,
 )

@@ -82,7 +82,8 @@ SKYREELS_V2_FORCING = replace(
     # `FlowMatchEulerDiscreteScheduler` does not accept.
     schedulers=("UniPCMultistepScheduler",),
     initial_latent_source="latents",
-    num_results_equal_latents=1_000,  # larger than any number of schedulers: all schedulers
+    # the number is larger than any number of schedulers, so it means all schedulers
+    num_results_equal_latents=1_000,
     frame_limits=(1, 97, "as longer clips need several denoising loops"),
 )
 

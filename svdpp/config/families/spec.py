@@ -26,7 +26,7 @@ FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 class ConfigFile(Protocol):
-    """JSON file of a checkpoint, for the functions of specs; see `models.files.JsonFile`."""
+    """JSON file of a checkpoint, as functions of specs see it; see `models.files.JsonFile`."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -35,7 +35,7 @@ class ConfigFile(Protocol):
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
     ) -> ModelError:
-        """Return an error that names the file."""
+        """Return a `ModelError` that names the file."""
 
     def positive_int(self, key: str, largest: int) -> int:
         """Return the integer at `key`, from 1 to `largest`."""
@@ -92,10 +92,11 @@ def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModularSpec:
-    """How svdpp runs a family whose pipelines are modular: trees of blocks that share a state."""
+    """Facts that svdpp needs to run a modular pipeline: a tree of blocks that share a state."""
 
     blocks: tuple[str, ...]
-    """Class names of the trees of blocks that are proven; one of them is the pipeline's default."""
+    """Class names of the trees of blocks that svdpp has been tested with; one of them is the
+    pipeline's default."""
     videos: str = "videos"
     """Name of the decoded video in the final state."""
     has_video_batch: bool = True
@@ -103,16 +104,17 @@ class ModularSpec:
     audio: str | None = None
     """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
     audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
-    """Returns the samples per second of the sound, from a loaded pipeline."""
+    """Function that returns the samples per second of the sound, given a loaded pipeline."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
     """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
     is None, the scale is that of `guidance_scale`."""
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
-    """Returns further values of the guiders' configs, from the sampling parameters: for each
-    guider's name, values by the arguments of its class."""
+    """Function that returns further values of the guiders' configs, given the sampling parameters:
+    for each guider's name, values by the arguments of its class."""
     first_frames: Callable[[Any], int] = lambda _: 0
-    """Returns the frames by which the latent before the first step is longer than the results of
-    steps, from the sampling parameters: those of images, which no step changes."""
+    """Function that returns, given the sampling parameters, by how many frames the latent before
+    the first step is longer than the results of steps: the frames of images, which no step
+    changes."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Returns the number by which the latent's height and width are divided after some steps. Its
     arguments are the sampling parameters and the number of finished steps."""
@@ -120,7 +122,7 @@ class ModularSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilySpec:
-    """Family of models: its pipelines in diffusers, and how they differ from those of others."""
+    """Family of models: its pipelines in diffusers, and their differences from other families."""
 
     sampling: type[Any]
     """Class of the sampling parameters. Its field `family` has the family's name as default."""
@@ -143,8 +145,8 @@ class FamilySpec:
     """Name of the argument of the pipeline's `__call__` for the input image or the video's
     frames."""
     image_arguments: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    """Returns the arguments of `__call__` for an image, from it and the sampling parameters; None:
-    the image itself is the argument `image_argument`."""
+    """Function that returns the arguments of `__call__` for an image, given the image and the
+    sampling parameters. None: the image itself is the argument `image_argument`."""
     last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
     """Function that returns the arguments of the pipeline's `__call__` for a first and a last
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
@@ -165,8 +167,9 @@ class FamilySpec:
     cuts_prompts: bool = True
     """Whether the pipeline cuts prompts at `max_sequence_length` tokens."""
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
-    """Names of the scheduler classes that are proven. Empty: the family's pipelines are modular and
-    have no scheduler, so each iteration of their denoising loop is a step."""
+    """Names of the scheduler classes with which svdpp's clips have been proven equal to diffusers'.
+    Empty: the family's pipelines are modular and have no scheduler, so each iteration of their
+    denoising loop is a step."""
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
     """Names of the components that every encode uses. An encode of an image also uses
@@ -261,7 +264,7 @@ class FamilySpec:
     sampling parameters and the pipeline's device. The CPU is used wherever diffusers allows this,
     so that the noise does not depend on the kind of GPU."""
     modular: ModularSpec | None = None
-    """How svdpp runs the family's modular pipelines; None: the pipelines are not modular."""
+    """Facts about the family's modular pipelines; None: the pipelines are not modular."""
     resizes_early: bool = False
     """Whether `EngineModel.prepare` resizes the image in svdpp's own code, before the pipeline's
     encode."""
@@ -276,7 +279,7 @@ class FamilySpec:
 
     @property
     def pairs_are_exact(self) -> bool:
-        """Whether the bits of a pair are those of one rank, because each call stays whole."""
+        """Whether a pair gives the same bits as one rank: no call of the denoiser is divided."""
         return self.branches in ("calls", "replay")
 
     @property

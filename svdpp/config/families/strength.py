@@ -14,7 +14,7 @@ STRENGTH = Param(
 
 
 def all_steps(sampling: Any) -> dict[str, int]:
-    """Return `num_inference_steps` for a video-to-video pipeline, so that a clip gets its steps.
+    """Return `num_inference_steps` for a pipeline's call, so that it runs all steps of a clip.
 
     The pipeline runs only the last steps of the schedule, in proportion to `strength`. So the
     argument is larger than the clip's number of steps.
@@ -28,7 +28,7 @@ def all_steps(sampling: Any) -> dict[str, int]:
 def check_strength(_: object, sampling: Any) -> None:
     """Check that `num_inference_steps` / `strength`, a clip's whole schedule, is in `MAX_STEPS`.
 
-    Of this schedule, a clip from a video runs only the last `num_inference_steps` steps.
+    A clip from a video runs only the last `num_inference_steps` steps of this schedule.
 
     Raises:
         RequestError: The schedule has more than `MAX_STEPS` steps.

@@ -147,7 +147,7 @@ class Wan22ModularSampling(WanBaseSampling):
 
 
 _TWO_IMAGES = "is set only for models with a first and a last image"
-#: `boundary_ratio` of diffusers' modular pipelines if the index has none.
+#: Value of `boundary_ratio` that diffusers' modular pipelines use if the index has none.
 _MODULAR_BOUNDARY = 0.875
 
 
@@ -272,7 +272,8 @@ def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 def vae_channels(pipe: Any) -> int:
     """Return the number of latent channels of Wan's VAE.
 
-    The denoiser's input channels do not tell it: for clips from an image they include the image's.
+    The number of the denoiser's input channels cannot be used: for clips from an image it includes
+    the image's channels.
     """
     return int(pipe.vae.config.z_dim)
 
@@ -291,7 +292,7 @@ def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames; an input image adds one in front."""
+    """Return the number of latent frames, with one more at the start if there is an input image."""
     return frames + 1 if sampling.from_image else frames
 
 
@@ -370,7 +371,7 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        # Call 1 is for the face video, which each step encodes.
+        # The result of call 1, the face video, is used: each step encodes it.
         "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
@@ -378,7 +379,7 @@ WAN_ANIMATE = replace(
     # The pipeline decodes a segment before the next one starts, so steps cannot be split there.
     frame_limits=(5, 77, "one segment of the model"),
     latent_frames=_frames_with_image,
-    decodes_in_tiles=False,  # each segment is decoded in the loop
+    decodes_in_tiles=False,  # each segment is decoded within the denoising loop
 )
 
 WAN_REPLACE = replace(

@@ -24,7 +24,7 @@ def _is_leaf(block: Any) -> bool:
 
 
 def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return the top-level blocks of all branches, each with the containers around it."""
+    """Return the leaves of the tree of blocks, in all branches, each with its containers."""
     if _is_leaf(block):
         return [(block, around)]
     containers = (*around, block)
@@ -32,13 +32,13 @@ def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tup
 
 
 def repeats_blocks(block: Any) -> bool:
-    """Whether a container runs its blocks in its own way, perhaps several times."""
+    """Whether a container runs its sub-blocks by code of its own, perhaps several times."""
     own = type(block).__call__ is not SequentialPipelineBlocks.__call__
     return isinstance(block, SequentialPipelineBlocks) and own
 
 
 def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
-    """Return the blocks of a modular pipeline that are denoising loops, of all branches.
+    """Return the denoising loops among a modular pipeline's blocks, in all branches.
 
     Args:
         pipe: Modular pipeline of diffusers.
@@ -61,7 +61,7 @@ def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
 
 
 class SubBlockEntry:
-    """State in which a sub-block begins, for a cut inside it, or to run it twice."""
+    """State in which a sub-block begins, kept to run the sub-block again from its start."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = dict(values)
@@ -75,7 +75,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of the first value that was changed in place; None: no value was."""
+        """Return the name of the first value that was changed in place; None: none was."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -92,7 +92,7 @@ def traced_block_state(first_uses: dict[str, str]) -> Any:
 
     class Traced(BlockState):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__":  # as in `as_dict`, which reads all values
+            if name == "__dict__":  # reading `__dict__`, as `as_dict` does, is a read of all values
                 for each in object.__getattribute__(self, name):
                     first_uses.setdefault(each, "read")
             elif not name.startswith("__"):
@@ -107,13 +107,13 @@ def traced_block_state(first_uses: dict[str, str]) -> Any:
 
 
 def values_of(block_state: Any) -> dict[str, Any]:
-    """Return the values of a `BlockState` without noting a use of them."""
+    """Return the values of a `BlockState`, without noting that they were read."""
     values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
     return values
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value that is the tensor itself or an equal view of it, which is packed once."""
+    """Return the value that is a tensor itself or an equal view, so that it is packed once."""
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
             return value
@@ -121,7 +121,7 @@ def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:
-    """Return the random generators in the values of a state, each once."""
+    """Return the random generators among the values of a state, without duplicates."""
     found = {}
     for value in values.values():
         for each in value if isinstance(value, (list, tuple)) else (value,):

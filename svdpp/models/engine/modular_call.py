@@ -81,13 +81,13 @@ from svdpp.models.engine.shared_calls import SharedCalls
 class _Stop(BaseException):
     """Exception that ends the call of the pipeline.
 
-    It is no `Exception`, because diffusers logs those with their tracebacks.
+    The class does not inherit from `Exception`, because diffusers would log the traceback.
     """
 
 
 @dataclass(kw_only=True, eq=False)
 class ModularCall:
-    """Call of a modular pipeline, from the state in a packet to before the step `end`."""
+    """Call of a modular pipeline that begins with the state in a packet and ends before a step."""
 
     pipe: Any
     """Modular pipeline of diffusers. While the call lasts, its blocks and components are hooked."""
@@ -99,18 +99,20 @@ class ModularCall:
     end: int | None
     """Step before which the call ends; None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
-    """Spec of the latent before the first step. Zeros of it travel if the pipeline has none yet."""
+    """Shape and dtype of the latent before the first step. Packets contain zeros of this shape if
+    the pipeline has no latent yet."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
     shared: SharedCalls | None = None
-    """Calls of denoisers that are shared with a second rank; None: this rank evaluates all."""
+    """Calls of denoisers that are divided between this rank and a second one; None: this rank
+    evaluates all calls."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
         self._structure: Node = {}
         self._packer = StatePacker({})
         self._steps: int = self.given["steps"] if self.given else 0
-        self._evaluations = 0  # calls of denoisers in the current step
+        self._evaluations = 0  # number of calls of denoisers in the current step
         self._latents: torch.Tensor | None = None
         # Branches of conditional blocks outside of loops, in the order in which they were chosen.
         self._selected: list[Any] = list(self.given["selected"]) if self.given else []
@@ -138,14 +140,15 @@ class ModularCall:
         # Attributes of components after the last step of the call, by the name of the component.
         self._after_last_step: dict[str, Attributes] = {}
         self._entry: SubBlockEntry | None = None
-        self._is_shared_block = False  # whether the sub-block's calls are shared with a second rank
+        # whether the calls of denoisers in the sub-block are divided between two ranks
+        self._is_shared_block = False
 
     def packet(self) -> Tensors:
         """Return the packet for the next rank."""
         return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
-        return self  # a pipeline may copy its scheduler: the copy is hooked as well
+        return self  # a pipeline may copy its scheduler: the copy keeps this object as its handler
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -179,7 +182,7 @@ class ModularCall:
     # 1. Top-level blocks.
 
     def select(self, _: Any, real: Callable[..., Any], **inputs: Any) -> Any:
-        """Choose a branch of a conditional block; before the cut, as the earlier rank chose.
+        """Choose a branch of a conditional block; in skipped blocks, as the earlier rank chose.
 
         Args:
             real: Method `select_block` of the conditional block.
@@ -195,7 +198,7 @@ class ModularCall:
     def run_block(
         self, block: Any, real: Callable[..., Any], components: Any, state: Any, **kwargs: Any
     ) -> Any:
-        """Run a block without branches, or skip it if it is before the cut.
+        """Run a block without branches, or skip it if an earlier rank has run it.
 
         Args:
             block: Top-level block, or sub-block of the denoising loop.
@@ -209,7 +212,8 @@ class ModularCall:
         index, self._num_begun = self._num_begun, self._num_begun + 1
         self._resume = None
         if self.given is not None and index <= self.given["block"]:
-            self._set_state(state)  # before each skipped block, because containers set values, too
+            # the state is set again before each skipped block, because containers set values, too
+            self._set_state(state)
             if index < self.given["block"]:
                 return components, state
             self._resume = self.given["loop"]
@@ -239,7 +243,7 @@ class ModularCall:
     def run_iteration(
         self, _: Any, real: Callable[..., Any], components: Any, block_state: Any, **kwargs: Any
     ) -> Any:
-        """Run an iteration of the denoising loop, or skip it if it is before the cut.
+        """Run an iteration of the denoising loop, or skip it if an earlier rank has run it.
 
         Args:
             real: Method `loop_step` of the loop.
@@ -251,7 +255,7 @@ class ModularCall:
         self._sub_block, self._skipped, self._block_state = 0, 0, block_state
         if self._resume is not None:
             values = values_of(block_state)
-            values.clear()  # also after the last iteration
+            values.clear()  # the values are also cleared after the last iteration
             values.update(self._received_block_state)
             if index < self._resume["iteration"]:
                 return components, block_state
@@ -293,7 +297,7 @@ class ModularCall:
         return result
 
     def _run_shared(self, shared: SharedCalls, entry: SubBlockEntry, run: Callable[[], Any]) -> Any:
-        """Run a sub-block whose calls of denoisers are shared with a second rank."""
+        """Run a sub-block whose calls of denoisers are divided between two ranks."""
         schedulers = (each for each in entry.values.values() if isinstance(each, SchedulerMixin))
         before = [(part, snapshot_component(part)) for part in (*self._parts.values(), *schedulers)]
 
@@ -407,7 +411,7 @@ class ModularCall:
             self.after_step(self._steps - 1, self._latents)
 
     def _received_series(self) -> Node:
-        """Return the last results of the current series of steps, which the packet has."""
+        """Return the last results of the current series of steps, from the received packet."""
         assert self.given is not None
         series: list[Node] = self.given["inner"]["series"]
         return series[max(len(self._series) - 1, 0)]
@@ -415,7 +419,7 @@ class ModularCall:
     # 4. The packet.
 
     def _pack(self, place: Node | None, *, is_inside: bool = False) -> None:
-        """Pack the state of the pipeline, and end the call.
+        """Pack the state of the pipeline at the end of this rank's steps, and end the call.
 
         Args:
             place: Iteration of the loop, and number of its sub-blocks before the cut; None: the cut
@@ -449,7 +453,7 @@ class ModularCall:
         ]
         self._structure = {
             "steps": self._steps,
-            "latents": latents,  # which need not be a part of the state
+            "latents": latents,  # the latent need not be a part of the state
             "block": self._num_begun - 1,
             "selected": self._selected[: self._num_selects],
             "state": self._packed_state(values),
@@ -464,9 +468,9 @@ class ModularCall:
         raise _Stop
 
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
-        """Return name and structure of each value that later blocks read.
+        """Return the structure of each value that blocks of later ranks read, by name.
 
-        Of a tensor that the loop replaces, or whose presence alone matters, the shape is packed.
+        If the loop replaces a tensor, or only its presence matters, only its shape is packed.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
@@ -482,9 +486,9 @@ class ModularCall:
         return packed
 
     def _names_read(self) -> tuple[set[str], set[str]]:
-        """Return the names of all values that the current block and later ones declare to read.
+        """Return the names of all values that the current block and later blocks declare as inputs.
 
-        The second set has the names of values by whose presence blocks choose branches.
+        The second set has the names of values by whose presence conditional blocks choose a branch.
         """
         every = leaf_blocks(self.pipe._blocks)
         at = next(place for place, (leaf, _) in enumerate(every) if leaf is self._block)
@@ -524,8 +528,9 @@ class ModularCall:
                 }
                 nodes = {}
                 for name, value in changed.items():
-                    # An attribute of a denoiser that no packet carries is a memo, which it makes
-                    # again. If it were state, the test of every cut would show it.
+                    # An attribute of a denoiser that no packet can carry is a memo, which the
+                    # denoiser computes again. If it were state, the tests that end a call after
+                    # each step would fail.
                     if is_denoiser and not self._is_packable(value):
                         continue
                     label = ".".join(filter(None, (part, module, name)))
@@ -544,7 +549,7 @@ class ModularCall:
         return True
 
     def _packed_inner(self) -> Node:
-        """Return the JSON of a packet for a cut between two steps of one sub-block.
+        """Return the JSON for a packet that is made between two steps of one sub-block.
 
         It has the steps done inside the sub-block, the states of the generators at its start, and
         the last result of each series of steps.
@@ -625,7 +630,8 @@ class ModularCall:
                 stack.callback(set_back_component, denoiser, self._before[name])
                 forward = self._denoiser(name, denoiser)
                 stack.enter_context(patch_methods(denoiser, forward=forward))
-            pipe._blocks = copy.deepcopy(blocks)  # all pipelines of a process may share blocks
+            # the blocks are copied, because all pipelines of a process may share them
+            pipe._blocks = copy.deepcopy(blocks)
             stack.callback(setattr, pipe, "_blocks", blocks)
             self._hook_tree(pipe._blocks)
             if self.given is not None:

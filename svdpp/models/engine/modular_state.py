@@ -78,7 +78,8 @@ class StatePacker(Packer):
         super().__init__(keeps=keeps)
         named = {name: each for name, each in components.items() if each is not None}
         self._components = {id(each): name for name, each in named.items()}
-        # Numbers of packed objects by their ids. The objects are kept, so that ids stay unique.
+        # Numbers of packed objects, by the objects' ids in Python. The objects are kept alive, so
+        # that their ids stay unique.
         self._numbers: dict[int, int] = {}
         self._objects: list[Any] = []
         self._storages: set[int] = set()
@@ -143,7 +144,7 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs an object with an identity; None: no packet carries it."""
+        """Return a function that packs an object of a known class; None: no packet can carry it."""
         kind = type(value)
         if isinstance(value, torch.Generator):
             is_host = value.device.type == "cpu"
@@ -224,7 +225,7 @@ class StateUnpacker:
         self.generators: list[torch.Generator] = []
 
     def get(self, node: Node) -> Any:
-        """Return the value of a structure, with copies of the packet's tensors.
+        """Rebuild a value from its structure, with copies of the packet's tensors.
 
         Raises:
             ValueError: The structure names a class of another library.
@@ -251,7 +252,7 @@ class StateUnpacker:
         return self._object(node)
 
     def _object(self, node: Node) -> Any:
-        """Return a value that other parts of the structure may name by its id."""
+        """Rebuild an object that other parts of the structure may name by its number."""
         value: Any
         if node["kind"] == "generator":
             value = torch.Generator("cpu" if node["is_host"] else self._device)
@@ -261,7 +262,8 @@ class StateUnpacker:
             array = self.get(node["array"]).numpy()
             value = array[()] if node["is_scalar"] else array
         elif node["kind"] == "list":
-            # Known before its items, which may contain it.
+            # The list is registered before its items are rebuilt, because an item may contain the
+            # list.
             value = self._objects[node["id"]] = []
             value.extend(self.get(each) for each in node["items"])
         elif node["kind"] == "dict":
@@ -292,5 +294,5 @@ def _absent(description: str) -> Node:
 
 
 def _computes(value: Any) -> bool:
-    """Whether a value is a module or a component that computes, which no packet carries."""
+    """Whether a value is a module or another component that computes; no packet carries these."""
     return isinstance(value, torch.nn.Module) or callable(getattr(value, "forward", None))
