@@ -37,7 +37,15 @@ FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
 #: Words in the names of cases that differ from another one in scheduler or guidance alone, or whose
 #: image is encoded as that of another family.
-_ALIKE = ("euler", "order", "unguided", "echo-image", "pyramid-image", "distilled-image")
+_ALIKE = (
+    "euler",
+    "order",
+    "unguided",
+    "echo-image",
+    "pyramid-image",
+    "distilled-image",
+    "1.5-modular-image",
+)
 #: All other cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
 

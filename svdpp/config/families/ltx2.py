@@ -13,6 +13,7 @@ from svdpp.config.families.spec import (
     FamilySpec,
     ModularSpec,
 )
+from svdpp.config.limits import require
 from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 
@@ -208,6 +209,17 @@ def _guider_configs(sampling: Any) -> dict[str, dict[str, Any]]:
     }
 
 
+def _check_modular(_: object, sampling: Any) -> None:
+    least = sampling.frames_unit + 1
+    require(
+        not sampling.from_image or sampling.num_frames >= least,
+        f"`num_frames` of a clip from an image must be at least {least}, got "
+        f"{sampling.num_frames}: no step changes the image, which is the first frame",
+        frames=sampling.num_frames,
+        lowest=least,
+    )
+
+
 LTX2_MODULAR = replace(
     LTX2,
     sampling=Ltx2ModularSampling,
@@ -223,6 +235,7 @@ LTX2_MODULAR = replace(
     num_results_equal_latents=0,
     # The steps of a clip from an image leave out the image, its first frame.
     latent_frames=lambda _, sampling, frames: frames - sampling.from_image,
+    check_sampling=_check_modular,
     call_arguments=_image_arguments,
     decodes_in_tiles=False,
     modular=ModularSpec(

@@ -76,6 +76,7 @@ CASES = {
         "ltx2_modular",
         _SIZE,
         image=True,
+        refused=[({"num_frames": 1}, "`num_frames` of a clip from an image must be at least 9")],
         unread={**_UNREAD, "latents": "steps read the latent with the image, its first frame"},
     ),
 }
