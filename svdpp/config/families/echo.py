@@ -45,7 +45,6 @@ ECHO = FamilySpec(
     sampling=EchoSampling,
     title="Echo",
     example="jdopensource/JoyAI-Echo",
-    example_remark="once saved with its text encoder",
     license=LTX2.license,
     denoiser=LTX2.denoiser,
     text_pipeline="EchoModularPipeline",
