@@ -6,6 +6,7 @@
     python -m benchmarks.forecasts pairs       CFG pairs and single ranks, whose steps sleep
     python -m benchmarks.forecasts decode      ranks that sleep and share a decode
     python -m benchmarks.forecasts wan         a CFG pair that computes with a tiny Wan
+    python -m benchmarks.forecasts wan-modular the same Wan as a modular pipeline
     python -m benchmarks.forecasts wan-tiles   a CFG pair that shares a long decode in tiles
     python -m benchmarks.forecasts svd         a CFG pair that computes with the demo model
 
@@ -34,6 +35,7 @@ from svdpp.config import (
     WanSampling,
     sampling_defaults,
 )
+from svdpp.config.families.wan import WanModularSampling
 from svdpp.diagnostics.run_metrics import average_costs
 from svdpp.driver.clips import ClipHandle
 from svdpp.driver.pipeline import Pipeline
@@ -262,14 +264,29 @@ def wan() -> None:
 
     Most of its time is spent in steps, as with published weights.
     """
-    from tests.support.tiny_families import save_tiny_wan
+    _small_wan(WanSampling())
 
+
+def wan_modular() -> None:
+    """Measure the same small Wan as a modular pipeline, whose pair runs a block twice."""
+    _small_wan(WanModularSampling())
+
+
+def _small_wan(sampling: SamplingConfig) -> None:
+    from tests.support.tiny_families import save_tiny
+
+    small = replace(
+        sampling,
+        num_inference_steps=50,
+        height=256,
+        width=256,
+        num_frames=9,
+        max_sequence_length=8,
+    )
     with tempfile.TemporaryDirectory() as folder:
-        model = ModelConfig(name=str(save_tiny_wan(Path(folder), width=4, layers=24)))
-        sampling = WanSampling(
-            num_inference_steps=50, height=256, width=256, num_frames=9, max_sequence_length=8
-        )
-        compute(model, sampling)
+        family = sampling.family
+        saved = save_tiny(family, Path(folder), width=4, layers=24)
+        compute(ModelConfig(name=str(saved), family=family), small)
 
 
 def wan_tiles() -> None:
@@ -291,7 +308,7 @@ def svd() -> None:
 
 
 if __name__ == "__main__":
-    functions = (splits, one_by_one, demo, pairs, decode, wan, wan_tiles, svd)
+    functions = (splits, one_by_one, demo, pairs, decode, wan, wan_modular, wan_tiles, svd)
     comparisons = {function.__name__.replace("_", "-"): function for function in functions}
     parser = parser_of(__doc__)
     parser.add_argument("comparison", choices=comparisons)

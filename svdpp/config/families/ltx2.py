@@ -233,6 +233,7 @@ LTX2_MODULAR = replace(
     record_uses={},
     initial_latent_source=None,
     num_results_equal_latents=0,
+    branches="replay",
     # The steps of a clip from an image leave out the image, its first frame.
     latent_frames=lambda _, sampling, frames: frames - sampling.from_image,
     check_sampling=_check_modular,

@@ -16,6 +16,9 @@ from svdpp.models.engine.records import snapshot_attributes, tensors_in
 #: then name of the attribute.
 Attributes = dict[str, dict[str, Any]]
 
+_HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
+_NOT_STATE = NOT_STATE | _HOOKS
+
 
 def modules_of(component: Any) -> dict[str, Any]:
     """Return the modules of a denoiser by name; for another component, itself with the name ""."""
@@ -37,14 +40,7 @@ def attributes_of(component: Any) -> Attributes:
                 f"{type(component).__name__} has the hook {hook}, whose state no packet carries",
                 details={"component": type(component).__name__, "hook": hook},
             )
-    return {
-        name: {
-            key: value
-            for key, value in snapshot_attributes(module).items()
-            if key not in NOT_STATE and not key.endswith("_hooks")
-        }
-        for name, module in modules.items()
-    }
+    return {name: snapshot_attributes(module, _NOT_STATE) for name, module in modules.items()}
 
 
 def snapshot_component(component: Any) -> Attributes:

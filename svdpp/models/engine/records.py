@@ -13,7 +13,7 @@ import functools
 import importlib
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -255,11 +255,17 @@ def library_class(path: str) -> Any:
     return found
 
 
-def snapshot_attributes(value: Any) -> dict[str, Any]:
-    """Return a copy of an object's `__dict__`, such as a scheduler's before its first step."""
+def snapshot_attributes(value: Any, ignored: Collection[str] = ()) -> dict[str, Any]:
+    """Return a copy of an object's `__dict__`, such as a scheduler's before its first step.
+
+    Args:
+        value: Object with attributes.
+        ignored: Names of attributes that are left out.
+    """
     return {
         key: copy.copy(each) if isinstance(each, (list, dict)) else each
         for key, each in vars(value).items()
+        if key not in ignored
     }
 
 

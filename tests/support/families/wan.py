@@ -126,8 +126,8 @@ def _wan_animate(_: bool) -> Parts:
     return like_wan(transformer) | clip_vision(transformers.CLIPVisionModel, 16)
 
 
-def _wan_modular(image: bool) -> Parts:
-    return _wan(image, image_encoder=image)
+def _wan_modular(image: bool, width: int = 1, layers: int = 1) -> Parts:
+    return _wan(image, image_encoder=image, width=width, layers=layers)
 
 
 def _wan22_modular(image: bool) -> Parts:
