@@ -229,7 +229,6 @@ LTX2_MODULAR = replace(
     aliases=("LTX2Pipeline", "LTX2ImageToVideoPipeline"),
     gguf=False,
     loras=False,
-    branches="replay",
     record_uses={},
     initial_latent_source=None,
     num_results_equal_latents=0,
