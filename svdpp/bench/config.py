@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import yaml
 from pydantic import (
@@ -23,6 +23,7 @@ from svdpp.bench.targets import Bound, check_name
 from svdpp.config import (
     DEFAULT_MODEL,
     SAMPLING_CLASSES,
+    Dtype,
     Fit,
     ModelConfig,
     ParallelConfig,
@@ -195,7 +196,7 @@ class BenchConfig(Section):
     model: Model = Model()
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
-    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, BeforeValidator(_no_amp)] = None
+    precision: Annotated[Dtype | None, BeforeValidator(_no_amp)] = None
     """Dtype of every case. None: the default of `svdpp run --dtype`."""
     measure: Measure = Measure()
     profile: bool = False

@@ -23,6 +23,7 @@ from pydantic import (
 from svdpp import __version__
 from svdpp.config import (
     SAMPLING_CLASSES,
+    Dtype,
     OutputConfig,
     PipelineConfig,
     SamplingConfig,
@@ -231,7 +232,7 @@ class _ClipMetadata(BaseModel):
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)
     denoiser: list[_DenoiserMetadata] = Field(default_factory=list)
-    dtype: Literal["fp32", "fp16", "bf16"]
+    dtype: Dtype
     memory_opt: bool
     channels_last: bool = False
     # The JSON has the next two fields only if the clip was made with these options.

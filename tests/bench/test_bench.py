@@ -60,7 +60,7 @@ def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None
     [
         ("pipeline.world=many", "pipeline.world must be a whole number, got 'many'"),
         ("pipeline.world=0", "pipeline.world must be 1 or more, got 0"),
-        ("precision=fp8", "precision must be 'fp32', 'bf16' or 'fp16', got 'fp8'"),
+        ("precision=fp8", "precision must be 'fp32', 'fp16' or 'bf16', got 'fp8'"),
         ("experiment=../up", "experiment must match ^[A-Za-z0-9_]"),
         ("measure.seeds=[]", "measure.seeds needs 1 or more values, got []"),
         ("model=demo", "model must be a section, got 'demo'"),
