@@ -150,6 +150,9 @@ def run_pipelined(
     """
     files = sorted({path for request in requests for path, _ in request.files.values()})
     pipeline = Pipeline(config, tensor_folder=str(folder), shared_paths=files, fault=fault)
+    if pipeline.checkpoint is not None:
+        for request in requests:
+            pipeline.checkpoint.check_request(config.sampling, request)
     for observer in observers:
         pipeline.observe(observer)
     # This host has only the weights that its own ranks need. The reference needs all weights.

@@ -34,7 +34,7 @@ def test_the_list_names_a_model_for_each_family_in_80_columns() -> None:
         assert any(line.startswith(f"{family}: {spec.title[:20]}") for line in lines), family
         assert any(line.startswith(f"    --model {spec.example}") for line in lines), family
     # Checkpoints of these are of another family unless it is asked for by name.
-    borrowed = [line for line in lines if " --family " in line]
+    borrowed = [line for line in lines if " --family" in line]  # a long name is on the next line
     by_name = [
         family
         for family, spec in FAMILY_SPECS.items()
@@ -73,6 +73,8 @@ def test_demo_text_knows_the_words_that_it_lists() -> None:
 
 def test_a_demo_refuses_what_the_other_one_takes() -> None:
     assert_error(svdpp_here("run", PHOTO, "--model", "demo-text"), 2, "takes no image")
+    given = (PHOTO, "--prompt", "a red circle", "--model", "demo-text", "--device", "cpu")
+    assert_error(svdpp_here("verify", *given), 2, "takes no image")
     frames = svdpp_here("run", "--prompt", PROMPT, "--model", "demo-text", "--frames", "8")
     assert_error(frames, 2, "--frames must be 16, the only number of the model, got 8")
     refused = svdpp_here("run", "--prompt", PROMPT, "--model", "demo")
