@@ -362,7 +362,7 @@ class _ServerRun:
         return f"{finished}, the server continues; {go_on}; to cancel: {cancel}"
 
     def _manifest(self, before: dict[str, dict[str, Any]]) -> RunManifest:
-        """Return the manifest of the run. The manifest also writes the table of the run's clips."""
+        """Return the `RunManifest`, which writes `run.json` and the table of the run's clips."""
         from svdpp.driver.clip_table import ClipTable
         from svdpp.driver.manifest import RunManifest
 

@@ -101,7 +101,7 @@ class Speed:
 def speed_of_rank(
     metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops, peak: float | None
 ) -> Speed:
-    """Return the speed of a rank while it computes, without its waits.
+    """Return the FLOP/s of a rank while it computes, without its waits.
 
     Args:
         metrics: Metrics of the run.

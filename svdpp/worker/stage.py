@@ -149,7 +149,7 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """Check the sent packets when no action is left; the time until the next one is no wait.
+        """End a list of actions: check that all its packets were sent, and report the rank as idle.
 
         Raises:
             MismatchError: This rank has sent other packets than its actions require. The sender

@@ -61,10 +61,10 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips start from text or an image.
+    """Return the rule for the input image: refused without an image encoder, otherwise optional.
 
-    One pipeline makes both, but published weights are for one of them, and only those for images
-    have an image encoder.
+    One pipeline makes clips from text and from images, but published weights are for one of the
+    two, and only those for images have an image encoder.
     """
     if configs.index.values["_class_name"] == _IMAGE_PIPELINE:
         return {**_UNUSED, "image_use": "needed"}

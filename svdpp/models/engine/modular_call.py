@@ -126,7 +126,7 @@ class ModularCall:
         self._block_state: Any = None
         self._iteration = 0
         self._first_uses: dict[str, str] = {}
-        # The current iteration: number of sub-blocks begun, and number of those to skip.
+        # Sub-blocks of the current iteration: how many have begun, and how many are skipped.
         self._sub_block = 0
         self._skipped = 0
         self._resume: Node | None = None

@@ -53,7 +53,7 @@ class SharedCalls:
     _repeated: int = 0
 
     def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
-        """Run a block that may call denoisers; once, if it calls none.
+        """Run a block twice, as in the table above; once, if it calls no denoiser.
 
         Args:
             step: Index of the current step.
