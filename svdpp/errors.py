@@ -139,11 +139,11 @@ def memory_details(error: BaseException) -> dict[str, Any]:
     """Return the numbers in an out-of-memory error, for the `details` of another error.
 
     Args:
-        error: Error of one of torch's allocators, whose text is parsed, or an OutOfMemoryError.
+        error: Error of torch, whose text is parsed, or svdpp's own `OutOfMemoryError`.
 
     Returns:
-        `requested_bytes`, `free_bytes` and `device`, as far as known. Sizes on CUDA are rounded to
-        two decimals by torch.
+        `requested_bytes`, `free_bytes` and `device`, as far as known. On CUDA, torch's text has
+        sizes in GiB or MiB with two decimals.
     """
     if isinstance(error, OutOfMemoryError):
         return dict(error.details)

@@ -187,7 +187,7 @@ class BatchRun:
                 self._say(f"going on with {part.batch}")
 
     def _find(self, part: Part) -> bool:
-        """Query a batch of an earlier run; drop those of its clips that ended without a video."""
+        """Find the batch of an earlier run on the server; forget its failed and cancelled clips."""
         if part.batch is None:  # the batch was sent, but the response with its id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [

@@ -403,8 +403,8 @@ def remove_temp_files() -> None:
     if "multiprocessing.util" in sys.modules:
         # `get_temp_dir` may have to create the folder, and may fail.
         with contextlib.suppress(OSError):
-            # A signal handler's thread may already hold the lock, and never releases it, hence the
-            # timeout.
+            # In a signal handler, the interrupted code may hold the lock, and cannot release it
+            # before the handler returns. So the wait has a timeout.
             _making_folder.acquire(timeout=1)
             remove_temp_folder(sys.modules["multiprocessing.util"].get_temp_dir())
 

@@ -38,7 +38,7 @@ _UNIT = 1 << _UNIT_BITS
 _GOLDEN = 0x9E3779B97F4A7C15
 # Relative gain in throughput below which a stage that encodes or decodes gets no steps, so that the
 # stage's ranks need not load the denoiser.
-_WORTH_A_UNET = 0.005
+_MIN_GAIN_OF_STEPS = 0.005
 
 
 class StepRange(NamedTuple):
@@ -308,10 +308,11 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return where steps are divided, for each rank of the last stage; other stages have one rank.
+    """Return where a clip's steps are divided, for each rank of the last stage that may finish it.
 
-    The first or the last stage gets no steps if its steps would gain too little throughput. If a
-    rank of the last stage is slower, the earlier stages run more steps of that rank's clips.
+    Only the last stage can have several ranks, which take turns. If one of them is slower, earlier
+    stages run more steps of its clips. The first or the last stage gets no steps at all if they
+    would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -319,7 +320,7 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
     for index in (len(stages) - 1, 0) if len(stages) > 1 else ():
         if any(stages[index].fixed_seconds):
             without = min_period(group, [*free, index])
-            if without <= best * (1 + _WORTH_A_UNET):
+            if without <= best * (1 + _MIN_GAIN_OF_STEPS):
                 free.append(index)
                 seconds = without
     *body, last = (

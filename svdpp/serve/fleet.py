@@ -351,7 +351,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log once if this machine's clock differs from the database's, which determines ages."""
+        """Log once if this machine's clock differs from the database's, which times all reports."""
         try:
             self._queue.check_clock()
         except ClockError as error:

@@ -383,7 +383,7 @@ class _StepObserver:
         return result
 
     def run_iteration(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an iteration of a denoising loop without a scheduler, which is a step."""
+        """Run an iteration of a denoising loop, and observe it as a step: there is no scheduler."""
         components, block_state = real(*args, **kwargs)
         self.end(None, 0, None, {LATENTS: block_state.latents})
         return components, block_state

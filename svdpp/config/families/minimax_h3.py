@@ -52,7 +52,7 @@ def _latent_frames(pipe: Any, sampling: Any, _: int) -> int:
 
 
 def _frames_of_images(sampling: Any) -> int:
-    """Return the frames of the first and the last image, which the first latent begins with."""
+    """Return how many frames of the initial latent are images: the first and the last one."""
     return int(sampling.from_image) + int(sampling.has_last_image)
 
 

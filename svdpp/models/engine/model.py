@@ -326,7 +326,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Run steps or decode by a `RangeCall` from a packet, whose records replace the encode."""
+        """Call the pipeline for steps or the decode; the packet's records replace the encode."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,

@@ -401,10 +401,10 @@ class Records:
         return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
-        """Set the generator to a state from the packet.
+        """Set the random generator to the state that an earlier rank has sent.
 
         Args:
-            states: Node of the packet's structure that contains the generator's state.
+            states: Part of the packet's structure that names the tensor with the state.
         """
         (state,) = self.unpacked(states)
         self.generator.set_state(state)
