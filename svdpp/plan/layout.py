@@ -412,7 +412,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Division of a clip's steps in each replica; one division for all if all ranks are alike."""
+        """Division of a clip's steps in each replica; a single one if all ranks are alike."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
