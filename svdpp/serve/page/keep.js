@@ -4,6 +4,7 @@ import { token } from "./random.js";
 
 const FORM = "svdpp-form";
 const TAB = "svdpp-tab"; // images of other tabs are in the same database
+const FORGOTTEN = "svdpp-forgotten"; // ids: a reload may stop the database before it deletes an image
 const OLD_SECONDS = 86400; // of images that no tab came back for
 
 /** The form as it was; null if there is none. */
@@ -56,15 +57,27 @@ export function keepPhoto({ id, file }) {
   return withPhotos((photos) => answerOf(photos.put(photo)));
 }
 
-export const forgetPhoto = (id) => withPhotos((photos) => answerOf(photos.delete(id)));
+function forgottenIds() {
+  try { return JSON.parse(sessionStorage.getItem(FORGOTTEN)) ?? []; } catch { return []; }
+}
+
+export function forgetPhoto(id) {
+  try {
+    sessionStorage.setItem(FORGOTTEN, JSON.stringify([...forgottenIds(), id]));
+  } catch { /* storage is full or forbidden: the database alone forgets the image */ }
+  return withPhotos((photos) => answerOf(photos.delete(id)));
+}
 
 /** The images that this tab had, in their order; forgets those that no tab came back for. */
 export function keptPhotos() {
   return withPhotos(async (photos) => {
     const all = await answerOf(photos.getAll());
     const isOld = ({ at }) => Date.now() - at > 1000 * OLD_SECONDS;
-    for (const photo of all.filter(isOld)) photos.delete(photo.id);
-    const own = all.filter((photo) => photo.tab === tabName() && !isOld(photo));
+    const forgotten = new Set(forgottenIds());
+    const isGone = (photo) => isOld(photo) || forgotten.has(photo.id);
+    await Promise.all(all.filter(isGone).map(({ id }) => answerOf(photos.delete(id))));
+    sessionStorage.removeItem(FORGOTTEN);
+    const own = all.filter((photo) => photo.tab === tabName() && !isGone(photo));
     return own.sort((a, b) => a.at - b.at || a.index - b.index);
   });
 }
