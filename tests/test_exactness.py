@@ -56,14 +56,18 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
     ("model", "changes"),
     [
         ({}, {}),
-        ({}, {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200}),
+        pytest.param(
+            {},
+            {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200},
+            marks=pytest.mark.slow,
+        ),
         pytest.param({}, {"num_frames": 3, "decode_chunk_size": 2}, marks=pytest.mark.slow),
         pytest.param(
             {},
             {"noise_aug_strength": 0.5, "min_guidance_scale": 2.0, "max_guidance_scale": 1.5},
             marks=pytest.mark.slow,
         ),
-        ({}, {"max_guidance_scale": 1.0}),
+        pytest.param({}, {"max_guidance_scale": 1.0}, marks=pytest.mark.slow),
         pytest.param(
             {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.slow
         ),
@@ -129,7 +133,8 @@ def test_frames_become_bytes_as_diffusers_makes_them() -> None:
     "size",
     [
         *((131, 97), (16, 256), (64, 64), (223, 225), (224, 224), (256, 256), (257, 257)),
-        *((449, 447), (500, 300), (1024, 576), (333, 700), (200, 3000), (1201, 1025)),
+        *((449, 447), (500, 300), (1024, 576), (333, 700)),
+        *(pytest.param(size, marks=pytest.mark.slow) for size in ((200, 3000), (1201, 1025))),
         pytest.param((2400, 1800), marks=FULL),
     ],
 )

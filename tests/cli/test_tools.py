@@ -73,6 +73,7 @@ def test_a_broken_machine_names_every_fix(tmp_path: Path) -> None:
         assert (checks[name]["verdict"], checks[name]["detail"]) == ("skipped", "needs devices")
 
 
+@pytest.mark.slow
 def test_the_report_fits_one_page(tmp_path: Path) -> None:
     leave(tmp_path / "out", replayed(EVEN, clips=2, world_size=4, num_steps=12))
 
@@ -113,6 +114,7 @@ def test_a_folder_without_a_readable_run_is_one_sentence(
     assert_error(svdpp_here("report", str(tmp_path)), 7, words)
 
 
+@pytest.mark.slow
 def test_several_runs_in_one_folder_are_told_apart(tmp_path: Path) -> None:
     content = leave(tmp_path / "one", replayed()).read_text()
     for name in ("sea", "sky"):

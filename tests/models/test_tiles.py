@@ -78,7 +78,7 @@ def finished(tiny_model: TinyModel) -> Tensors:
     return packet
 
 
-@pytest.mark.parametrize("name", chosen(("wan", "ltx", "hunyuan-video"), IN_CI, SHARED))
+@pytest.mark.parametrize("name", chosen(("wan", "ltx"), IN_CI, SHARED))
 def test_tiles_of_several_ranks_are_blended_to_the_frames_of_one(
     tiny_models: TinyModels, name: str
 ) -> None:
