@@ -68,6 +68,7 @@ class RunAtServer:
         assert text in self.err, self.err
 
 
+@pytest.mark.full  # three minutes; `tools.soak.batch_soak` does the same with more clips and kills
 @pytest.mark.slow
 def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path) -> None:
     lines = [{"image": PHOTO, "seed": seed, "steps": 8} for seed in range(5)]
