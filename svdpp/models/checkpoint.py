@@ -54,7 +54,11 @@ from svdpp.models.gguf_files import DenoiserFile, check_denoisers, find_denoiser
 from svdpp.models.hashes import hash_files
 from svdpp.models.image_sizes import check_image_size
 from svdpp.models.lora_files import LoraFile, check_loras, find_lora
-from svdpp.models.repositories import download_missing_weights, find_component_folders
+from svdpp.models.repositories import (
+    component_revisions,
+    download_missing_weights,
+    find_component_folders,
+)
 from svdpp.plan.roles import Roles
 
 #: Rule for an input such as an image or a prompt: a clip needs, may have, or must not have the
@@ -469,8 +473,7 @@ def with_weights(
     components = [part for part in components if part not in replaced]
     with _located(model) as local:
         # The commits that were found stay the same, even if the hub's repositories change.
-        external = checkpoint.external_components.items()
-        commits = tuple((part, at.rpartition("@")[2]) for part, at in external)
+        commits = component_revisions(checkpoint.external_components)
         model = replace(model, component_revisions=commits)
         if local is None:
             model = replace(model, revision=checkpoint.revision or model.revision)

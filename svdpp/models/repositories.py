@@ -111,6 +111,16 @@ def download_missing_weights(model: ModelConfig, components: Iterable[ComponentF
             download_weights(other, group)
 
 
+def component_revisions(components: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return commits as in `ModelConfig.component_revisions`.
+
+    Args:
+        components: OWNER/NAME@COMMIT of components in other repositories, by name of the component,
+            as in `Checkpoint.external_components`.
+    """
+    return tuple((part, place.rpartition("@")[2]) for part, place in components.items())
+
+
 @contextmanager
 def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
     """Add the name of another repository, and of its components, to errors about a download."""

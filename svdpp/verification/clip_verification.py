@@ -32,6 +32,7 @@ from svdpp.launch.gpus import Gpu, visible_gpus
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.files import display_name
+from svdpp.models.repositories import component_revisions
 from svdpp.verification.clip_distance import has_other_bits, measure_distances
 from svdpp.verification.clip_files import (
     ClipCheck,
@@ -239,9 +240,7 @@ def _config(
         model=ModelConfig(
             name=metadata["model"],
             **{name: metadata[name] for name in same},
-            component_revisions=tuple(
-                (part, at.rpartition("@")[2]) for part, at in _recorded_components(metadata).items()
-            ),
+            component_revisions=component_revisions(_recorded_components(metadata)),
             vae_tiling=metadata.get("vae_tiling", False),
             local_files_only=settings.local_files_only,
             loras=tuple(map(_lora, metadata.get("lora", ()))),

@@ -66,6 +66,13 @@ def _name_place(folder: Path, part: str, **place: Any) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
+def _serve_copy(hub: type[Hub], whole: Path, folder: Path, **place: Any) -> None:
+    """Serves a copy of a checkpoint as org/tiny, whose index names one place for all components."""
+    hub.folder = Path(shutil.copytree(whole, folder))
+    for part in PARTS:
+        _name_place(hub.folder, part, **place)
+
+
 def _only_index(whole: Path, folder: Path) -> Path:
     folder.mkdir()
     shutil.copy(whole / INDEX, folder / INDEX)
@@ -158,10 +165,8 @@ def test_an_entry_wins_over_the_own_folder_of_a_hub_model(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
     """As in diffusers. An entry that names the model itself means its own folder."""
-    hub.folder = Path(shutil.copytree(whole, tmp_path / "tiny"))
+    _serve_copy(hub, whole, tmp_path / "tiny", pretrained_model_name_or_path="org/tiny")
     hub.others["org/other"] = changed
-    for part in PARTS:
-        _name_place(hub.folder, part, pretrained_model_name_or_path="org/tiny")
     _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/other")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny"))
     assert checkpoint.external_components == {"vae": f"org/other@{commit_of('org/other')}"}
@@ -194,13 +199,11 @@ def test_files_in_a_local_folder_win_over_its_entries(
 def test_the_variant_of_an_entry_is_read(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
-    hub.folder = Path(shutil.copytree(whole, tmp_path / "tiny"))
+    _serve_copy(hub, whole, tmp_path / "tiny")
     shutil.copy(
         changed / "vae/diffusion_pytorch_model.safetensors",
         hub.folder / "vae/diffusion_pytorch_model.fp16.safetensors",
     )
-    for part in PARTS:
-        _name_place(hub.folder, part)
     _name_place(hub.folder, "vae", variant="fp16")
     for name in ("org/tiny", str(hub.folder)):
         checkpoint = find_checkpoint(ModelConfig(name=name))
@@ -214,12 +217,10 @@ def test_a_requested_variant_replaces_that_of_an_entry(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
     """Another repository may lack it, as other components of the model may."""
-    hub.folder = Path(shutil.copytree(whole, tmp_path / "tiny"))
+    _serve_copy(hub, whole, tmp_path / "tiny")
     stem = hub.folder / "transformer" / "diffusion_pytorch_model"
     shutil.copy(f"{stem}.safetensors", f"{stem}.bf16.safetensors")
     hub.others["org/other"] = changed
-    for part in PARTS:
-        _name_place(hub.folder, part)
     _name_place(hub.folder, "vae", repo="org/other", variant="fp8")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny", variant="bf16"))
     found = {part: checkpoint.variant_of(part) for part in WEIGHTED}
@@ -267,10 +268,8 @@ def test_a_folder_in_the_working_directory_is_not_read_for_a_repository(
 def test_a_component_of_another_revision_of_the_model(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
-    hub.folder = Path(shutil.copytree(whole, tmp_path / "tiny"))
+    _serve_copy(hub, whole, tmp_path / "tiny")
     hub.others["org/tiny@v2"] = changed
-    for part in PARTS:
-        _name_place(hub.folder, part)
     _name_place(hub.folder, "vae", repo="org/tiny", revision="v2")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny"), weights=False)
     assert checkpoint.external_components == {"vae": f"org/tiny@{commit_of('org/tiny@v2')}"}

@@ -28,10 +28,6 @@ def _frames_of(chunks: int) -> int:
     return (_CHUNK * chunks - 1) // _TEMPORAL * _TEMPORAL + 1
 
 
-def _chunks_of(frames: int) -> int:
-    return -(-frames // _CHUNK)
-
-
 @dataclass(frozen=True, kw_only=True)
 class HeliosBaseSampling(PromptedSampling):
     """Sampling parameters that the pipelines of Helios share, with defaults."""
@@ -49,7 +45,7 @@ class HeliosBaseSampling(PromptedSampling):
     @property
     def chunks(self) -> int:
         """Number of chunks of the clip."""
-        return _chunks_of(self.num_frames)
+        return -(-self.num_frames // _CHUNK)
 
     @property
     def steps_unit(self) -> int:
