@@ -256,7 +256,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """What a rank is doing at the moment, and its latest sample of memory and load."""
+    """Current action of a rank, and its latest sample of memory and load."""
 
     rank: int
     device: str

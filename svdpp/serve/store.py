@@ -237,11 +237,11 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """From now on, count the store as unavailable if it does not have this queue's id."""
+        """Count the store as unavailable, from now on, while it does not have this queue's id."""
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """From now on, count the folder as unavailable while it lacks the file of the queue.
+        """Count the folder as unavailable, from now on, while it lacks the file of the queue.
 
         Args:
             is_there: Function that returns whether the folder has the file of the queue.

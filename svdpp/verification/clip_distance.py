@@ -33,7 +33,7 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Where tensors are available, compare them in place of hashes that differ.
+    """Compare tensors, where they are available, in place of hashes that differ.
 
     Args:
         tasks: Finished clips with the same configuration.
