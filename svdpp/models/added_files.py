@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from svdpp.config import AddedFile, ModelConfig
 from svdpp.errors import ModelError, RequestError
-from svdpp.models.files import display_name, hub_errors, snapshot_commit
+from svdpp.models.files import display_name
 from svdpp.models.hashes import file_sha256
+from svdpp.models.hub import hub_errors, snapshot_commit
 
 _File = TypeVar("_File", bound=AddedFile)
 _Content = TypeVar("_Content")

@@ -1,4 +1,4 @@
-"""Files of a model: downloads, configs and headers of weight files; imports no torch.
+"""Files of a model: JSON configs, names and headers of weight files; imports no torch.
 
 All files are untrusted. Errors of the libraries become a `ModelError` without access tokens, and
 without URLs, which may contain tokens. `models.checkpoint` adds the model's name.
@@ -7,44 +7,29 @@ without URLs, which may contain tokens. `models.checkpoint` adds the model's nam
 from __future__ import annotations
 
 import fnmatch
-import functools
 import hashlib
 import json
-import re
 import reprlib
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import tqdm
 from safetensors import SafetensorError, safe_open
 
-from svdpp.config import ModelConfig
-from svdpp.errors import (
-    ModelError,
-    first_line,
-    is_out_of_memory,
-    redact,
-    redact_tokens,
-)
+from svdpp.errors import ModelError, first_line, is_out_of_memory, redact
 
 #: Hint of errors about a complete checkpoint that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
+#: Hint of errors about quantised weights.
+QUANTISED_HINT = (
+    "use the checkpoint that it was made from; of many families the denoiser may be quantised: "
+    "`denoisers` FILE.gguf"
+)
 #: Hint of errors about a name that is neither a folder nor a model on the hub.
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
-
-#: Patterns of the files without weights (a few megabytes), for models of all families.
-_CONFIG_PATTERNS = (
-    *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
-    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*", "guider/*"),
-)
-# Patterns of files without weights, in the folder of any component.
-_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Patterns of pickles and programs, which a tokenizer's folder may contain.
-_NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 # Number of bytes of each tensor that a fingerprint covers. A few suffice, because training changes
@@ -271,193 +256,6 @@ class ComponentFolder:
         return read_json(self.path, name, label=self.label(name), hint=self.hint(name))
 
 
-# --- downloads from the hub -----------------------------------------------------------------------
-
-
-def download(model: ModelConfig) -> Path:
-    """Download a hub model's configs, unless the cache has them.
-
-    Args:
-        model: Hub model, with revision.
-
-    Returns:
-        Folder of the model's snapshot in the hub's cache.
-
-    Raises:
-        ModelError: The hub cannot be reached or denies access, or the disk is full.
-    """
-    with hub_errors(model):
-        given = model.local_files_only, _CONFIG_PATTERNS, _Silent
-        return _fetch(model.name, model.revision, *given)
-
-
-def download_component_configs(model: ModelConfig, subfolders: Collection[str]) -> Path:
-    """Download all small files of components, such as configs, unless the cache has them.
-
-    Args:
-        model: Repository of the components, with revision.
-        subfolders: Folders of the components; "" is the root of the repository.
-
-    Returns:
-        Folder of the repository's snapshot in the hub's cache.
-
-    Raises:
-        ModelError: The hub cannot be reached or denies access, or the disk is full.
-    """
-    folders = [f"{subfolder}/" if subfolder else "" for subfolder in sorted(subfolders)]
-    patterns = tuple(f"{folder}{pattern}" for folder in folders for pattern in _SMALL_FILES)
-    with hub_errors(model, patterns=_SMALL_FILES):
-        return _fetch(model.name, model.revision, model.local_files_only, patterns, _Silent)
-
-
-def download_weights(model: ModelConfig, components: Iterable[ComponentFolder]) -> None:
-    """Download the weights of components of one repository, unless the cache has them.
-
-    Args:
-        model: Repository of the components, with revision and the requested variant.
-        components: Components whose weights are downloaded.
-
-    Raises:
-        ModelError: The hub cannot be reached or denies access, or the disk is full.
-    """
-    components = list(components)
-    # The second pass, with the variant None, downloads plain files for components that lack the
-    # variant.
-    for variant in dict.fromkeys((model.variant, None)):
-        absent = [each for each in components if not _has_weights(each, model.variant)]
-        if not absent:
-            return
-        patterns: list[str] = []
-        for component in absent:
-            wanted = component.variant if model.variant is None else variant
-            names = _weight_names(component.part, wanted)
-            every = (names.single, *names.shards, *names.indices)
-            patterns += map(component.path_in_root, every)
-        with hub_errors(
-            model,
-            missing=[each.part for each in absent],
-            patterns=[_weights_pattern(each) for each in absent],
-        ):
-            _fetch(model.name, model.revision, model.local_files_only, tuple(patterns), None)
-
-
-def _weights_pattern(component: ComponentFolder) -> str:
-    """Return a short pattern that all weight files of a component match, for a command."""
-    if component.subfolder:
-        return component.path_in_root("*")
-    return f"{_weight_stem(component.part)}*.safetensors*"
-
-
-@functools.cache  # cached, so that a process uses one commit even if the hub's model changes
-def _fetch(
-    name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
-) -> Path:
-    from huggingface_hub import snapshot_download
-
-    options: Any = {"revision": revision, "local_files_only": local_files_only}
-    wanted: Any = {"allow_patterns": [*patterns], "ignore_patterns": [*_NEVER_DOWNLOADED]}
-    return Path(snapshot_download(name, tqdm_class=bar, **wanted, **options))
-
-
-class _Silent(tqdm.tqdm):  # type: ignore[misc]
-    """Progress bar that prints nothing, because configs are small and downloaded in a moment."""
-
-    def __init__(self, *args: object, **options: object) -> None:
-        super().__init__(*args, **{**options, "disable": True})
-
-
-def _has_weights(component: ComponentFolder, variant: str | None) -> bool:
-    with suppress(ModelError):
-        return bool(weight_files(component, variant))
-    return False
-
-
-def snapshot_commit(snapshot: Path) -> str | None:
-    """Return the commit hash of a snapshot folder in the hub's cache; None for other folders."""
-    return snapshot.name if re.fullmatch(r"[0-9a-f]{40}", snapshot.name) else None
-
-
-@contextmanager
-def hub_errors(
-    model: ModelConfig,
-    *,
-    missing: Collection[str] = (),
-    patterns: Collection[str] = _CONFIG_PATTERNS,
-) -> Iterator[None]:
-    """Turn errors of `huggingface_hub` in the `with` block into a `ModelError`.
-
-    The messages of `huggingface_hub` are left out, because they contain URLs and advice for other
-    programs.
-
-    Args:
-        model: Model that the block downloads.
-        missing: Names of the components whose weights the block downloads, for the message.
-        patterns: Patterns of the files that the block downloads, for the hint. Without weights,
-            these are a few megabytes; a whole model can have 126 GB.
-
-    Raises:
-        ModelError: A download failed.
-    """
-    from huggingface_hub import errors
-
-    try:
-        yield
-    # HTTPError is the base class of errors in HTTP requests. A full disk or a network failure is an
-    # OSError. The package hf_xet, which transfers large files, raises RuntimeError.
-    except (
-        errors.HFValidationError,
-        errors.HTTPError,  # type: ignore[attr-defined]
-        OSError,
-        RuntimeError,
-    ) as error:
-        status = _status_of(error)
-        message, hint = _message_and_hint(error, status, model, missing, patterns)
-        raise ModelError(
-            message, hint, details={} if status is None else {"status": status}
-        ) from error
-
-
-def _status_of(error: Exception) -> int | None:
-    """Return the HTTP status in an error of the hub; None if the hub did not respond."""
-    responses = (getattr(each, "response", None) for each in (error, error.__cause__))
-    return next((each.status_code for each in responses if each is not None), None)
-
-
-def _message_and_hint(
-    error: Exception,
-    status: int | None,
-    model: ModelConfig,
-    missing: Collection[str],
-    patterns: Collection[str],
-) -> tuple[str, str]:
-    from huggingface_hub import errors
-
-    name = redact_tokens(model.name)
-    match error:
-        case errors.GatedRepoError():
-            page = f"https://huggingface.co/{name}"
-            hint = f"accept the licence at {page}, then: hf auth login"
-            return "the hub requires you to accept its licence", hint
-        case errors.HFValidationError() | errors.RepositoryNotFoundError():
-            hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
-            return "neither a local folder nor a model on the hub", hint
-        case errors.LocalEntryNotFoundError() if status not in (401, 403):
-            named = f" ({', '.join(missing)} missing)" if missing else ""
-            only = "".join(f" --include '{each}'" for each in patterns)
-            return (
-                f"not fully cached here{named}, and the hub is unreachable or offline mode is on",
-                f"run hf download {shlex.quote(name)}{only} with a network connection, or use "
-                "`model` demo",
-            )
-    cause = f"the hub answered {status}" if status else type(error).__name__
-    cause = getattr(error, "strerror", None) or cause
-    return (
-        f"cannot be downloaded ({cause})",
-        "check `revision`, the network and the disk (HF_HOME sets the cache folder), and run the "
-        "command again: complete files stay in the cache; for a private model: hf auth login",
-    )
-
-
 # --- weight files ---------------------------------------------------------------------------------
 
 _WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
@@ -473,7 +271,7 @@ def is_tokenizer(part: str) -> bool:
     return part.startswith(("tokenizer", "text_tokenizer"))
 
 
-class _Names(NamedTuple):
+class WeightNames(NamedTuple):
     """File names of a component's weights in one variant."""
 
     single: str
@@ -486,17 +284,30 @@ class _Names(NamedTuple):
 
 
 def _weight_stem(part: str) -> str:
-    # Weight files of text and image encoders are named by transformers, all others by diffusers.
+    # transformers names the weight files of text and image encoders, diffusers all others.
     return "model" if "_encoder" in part else "diffusion_pytorch_model"
 
 
-def _weight_names(part: str, variant: str | None) -> _Names:
+def weight_names(part: str, variant: str | None) -> WeightNames:
+    """Return the names that the weight files of a component can have.
+
+    Args:
+        part: Name of the component.
+        variant: Variant of the files, such as fp16; None: the plain files.
+    """
     stem, tag = _weight_stem(part), f".{variant}" if variant else ""
-    return _Names(
+    return WeightNames(
         f"{stem}{tag}.safetensors",
         (f"{stem}{tag}-?????-of-?????.safetensors", f"{stem}-?????-of-?????{tag}.safetensors"),
         (f"{stem}.safetensors.index{tag}.json", f"{stem}.safetensors{tag}.index.json"),
     )
+
+
+def weights_pattern(component: ComponentFolder) -> str:
+    """Return a short pattern that all weight files of a component match, for a command."""
+    if component.subfolder:
+        return component.path_in_root("*")
+    return f"{_weight_stem(component.part)}*.safetensors*"
 
 
 def _file_names(component: ComponentFolder) -> list[str]:
@@ -505,7 +316,7 @@ def _file_names(component: ComponentFolder) -> list[str]:
 
 
 def _has_names(component: ComponentFolder, variant: str | None) -> bool:
-    known = _weight_names(component.part, variant)
+    known = weight_names(component.part, variant)
     names = _file_names(component)
     return any(name == known.single or name in known.indices for name in names)
 
@@ -545,7 +356,7 @@ def weight_files(component: ComponentFolder, variant: str | None) -> list[Path]:
         ModelError: The component has no weight files, or the index is damaged.
     """
     part, variant = component.part, variant_of(component, variant)
-    names, known = _file_names(component), _weight_names(part, variant)
+    names, known = _file_names(component), weight_names(part, variant)
     index = next((each for each in known.indices if each in names), None)
     if index is not None and not ("_encoder" in part and known.single in names):
         return [component.path / name for name in _shards(component, index, known.shards, names)]

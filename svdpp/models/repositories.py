@@ -20,12 +20,10 @@ from svdpp.models.files import (
     UNSUPPORTED_HINT,
     ComponentFolder,
     JsonFile,
-    download_component_configs,
-    download_weights,
     has_weights,
     short_repr,
-    snapshot_commit,
 )
+from svdpp.models.hub import download_component_configs, download_weights, snapshot_commit
 
 
 @dataclass(frozen=True, kw_only=True)

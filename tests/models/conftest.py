@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import huggingface_hub
 import pytest
 
-from svdpp.models import files
+from svdpp.models.hub import fetch_snapshot
 from tests.support.local_hub import TOKEN, Hub, running_hub
 from tests.support.range_checks import TinyModel, model_of, read_folder, source
 from tests.support.tiny_families import save_tiny
@@ -62,7 +62,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    files._fetch.cache_clear()
+    fetch_snapshot.cache_clear()
     return tmp_path / "hub"
 
 

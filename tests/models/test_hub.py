@@ -22,9 +22,9 @@ from svdpp.config import (
 from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.errors import ModelError, RequestError
 from svdpp.launch.world import World
-from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.hub import fetch_snapshot
 from tests.models.test_checkpoint import error_of
 from tests.support.gguf_writer import save_gguf
 from tests.support.local_hub import COMMIT, TOKEN, Hub
@@ -200,7 +200,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     resolve_config(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    files._fetch.cache_clear()  # as in another process
+    fetch_snapshot.cache_clear()  # as in another process
     wan.requested.clear()
     resolve_config(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:

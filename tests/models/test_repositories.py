@@ -22,9 +22,9 @@ from svdpp.driver.ranks import shared_settings
 from svdpp.driver.resolve import resolve_config
 from svdpp.launch.world import World
 from svdpp.media.inputs import ClipInput
-from svdpp.models import files
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
 from svdpp.models.engine.factory import load_engine_model
+from svdpp.models.hub import fetch_snapshot
 from svdpp.plan.roles import Roles
 from svdpp.serve.request_schema import Capabilities
 from tests.models.test_checkpoint import error_of
@@ -310,7 +310,7 @@ def test_damaged_files_of_another_repository_are_named(spread: type[Hub]) -> Non
 
     spread.others["org/text@v1"].joinpath("encoders/umt5/config.json").write_text("{")
     shutil.rmtree(Path(huggingface_hub.constants.HF_HUB_CACHE))
-    files._fetch.cache_clear()
+    fetch_snapshot.cache_clear()
     error = error_of("org/tiny")
     assert "encoders/umt5/config.json of org/text does not hold valid JSON" in error.message
     assert error.hint == "hf download org/text encoders/umt5/config.json --force-download"
@@ -330,7 +330,7 @@ def test_code_in_another_repository_is_refused(spread: type[Hub], cache: Path) -
 def test_commands_without_a_network_name_the_repository(cache: Path) -> None:
     options = ("--model", "org/tiny", "--local-files-only")
     find_checkpoint(ModelConfig(name="org/tiny"), weights=False)
-    files._fetch.cache_clear()
+    fetch_snapshot.cache_clear()
     answer = svdpp_here("plan", "--memory", *options, *SIZES, "--json")
     assert answer.code == 0, answer.err
     error = error_of("org/tiny", local_files_only=True)
@@ -338,7 +338,7 @@ def test_commands_without_a_network_name_the_repository(cache: Path) -> None:
     assert "hf download org/text --include 'encoders/umt5/*'" in error.hint
 
     shutil.rmtree(cache / "models--org--vae")
-    files._fetch.cache_clear()
+    fetch_snapshot.cache_clear()
     answer = svdpp_here("plan", "--memory", *options, *SIZES)
     assert_error(answer, 5, "vae of the repository 'org/vae': not fully cached here")
     assert "hf download org/vae --include '*.json'" in " ".join(answer.err.split())

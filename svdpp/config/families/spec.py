@@ -48,7 +48,7 @@ class ConfigFile(Protocol):
 
 
 class CheckpointConfigs(Protocol):
-    """JSON configs of a checkpoint; implemented by `models.checkpoint.Configs`."""
+    """JSON configs of a checkpoint; implemented by `models.checkpoint_configs.Configs`."""
 
     @property
     def index(self) -> ConfigFile:
@@ -179,7 +179,8 @@ class FamilySpec:
     """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
     """Regular expressions for the class names of components, by component name. Only for components
-    that no other family has, or whose class differs from the default in `models.checkpoint`."""
+    that no other family has, or whose class differs from the default in
+    `models.checkpoint_configs`."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all can."""

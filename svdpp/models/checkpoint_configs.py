@@ -1,0 +1,324 @@
+"""JSON configs of a checkpoint: reads the index and the components' configs, and checks them.
+
+The configs are untrusted. A checkpoint is refused if it needs code, if it names a class that svdpp
+does not know, or if a size in a config is above its limit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config import ModelConfig
+from svdpp.config.families.registry import FAMILY_OF_PIPELINE, FAMILY_SPECS
+from svdpp.config.families.spec import FamilySpec
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.files import (
+    MODEL_HINT,
+    QUANTISED_HINT,
+    UNSUPPORTED_HINT,
+    ComponentFolder,
+    JsonFile,
+    has_weights,
+    read_json,
+    short_repr,
+)
+from svdpp.models.repositories import find_component_folders
+
+_INDEX_FILES = ("modular_model_index.json", "model_index.json")
+_REFUSED_OF_SCHEDULERS = {
+    "stochastic_sampling": "draws noise in every step from torch's global generator",
+    "solver_p": "is another scheduler, whose state no packet carries",
+}
+#: Arguments that a scheduler class needs in `from_config` with the config of another scheduler.
+_FURTHER_ARGUMENTS = {
+    "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
+    "flow_shift=pipe.scheduler.config.shift",
+}
+_LIBRARIES = ("diffusers", "transformers")
+_PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
+#: Patterns of the allowed component classes, for component names that several families have.
+_CLASSES = {
+    "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
+    r"Qwen2(_5_)?VLProcessor",
+    "text_encoder": r"(U?MT5|T5)EncoderModel|CLIPTextModel|LlamaModel|Qwen2_5_VLTextModel|"
+    r"(Llava|Gemma3|Qwen2_5_VL)ForConditionalGeneration",
+    "image_encoder": r"CLIPVisionModel(WithProjection)?|SiglipVisionModel",
+    "image_processor": _PROCESSORS,
+    "feature_extractor": _PROCESSORS,
+    "vae": r"AutoencoderKL\w*",
+}
+_NO_CODE = "svdpp runs no code from a checkpoint"
+#: Config keys that make the libraries load other code or weights. `attn_implementation` can name a
+#: kernel on the hub, `transformers_weights` another file. `_attn_implementation_autoset` is only a
+#: flag and does not match.
+_CODE_KEYS = re.compile(
+    r"auto_map|custom_pipeline|_implementation$|use_kernels|"
+    r"kernel_(config|mapping)|transformers_weights"
+)
+# Largest values of config keys that determine memory. For comparison, Wan 2.2 A14B has 40 layers,
+# LTX-2 a text width of 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
+_LIMITS = (
+    (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
+    (re.compile(r"image_size|patch_size"), 2**13),
+    (re.compile(r"num_train_timesteps"), 100_000),
+    (re.compile(r"num_.*heads|.*_channels|.*_dim|hidden_size|.*_patches|d_model|d_ff|d_kv"), 2**18),
+    (re.compile(r"vocab_size|intermediate_size"), 2**20),
+    (re.compile(r"max_position_embeddings"), 2**22),
+)
+
+
+def read_index(folder: Path, requested_family: str | None) -> tuple[JsonFile, str]:
+    """Read a checkpoint's index, and choose the family that runs the pipeline.
+
+    As in diffusers, `modular_model_index.json` is preferred to `model_index.json`.
+
+    Args:
+        folder: Folder of the checkpoint.
+        requested_family: Name of a family that can run the pipeline of the index. None: the default
+            family of the pipeline.
+
+    Returns:
+        Index, and name of the family.
+
+    Raises:
+        ModelError: The index is missing or damaged, or no family runs its pipeline.
+        RequestError: The requested family does not run the pipeline.
+    """
+    present = [name for name in _INDEX_FILES if (folder / name).is_file()]
+    if not present:
+        raise ModelError(f"{_INDEX_FILES[-1]} is missing", MODEL_HINT)
+    every = [read_json(folder, name) for name in present]
+    known = [each for each in every if str(each.values.get("_class_name")) in FAMILY_OF_PIPELINE]
+    wanted = [
+        each for each in known if requested_family in _families_of(each.values["_class_name"])
+    ]
+    index = (wanted or known or every)[0]
+    name = index.values.get("_class_name")
+    if not isinstance(name, str) or name not in FAMILY_OF_PIPELINE:
+        raise index.error(
+            f"the pipeline is {short_repr(name)}, which svdpp does not run",
+            "svdpp models lists the pipelines that svdpp runs",
+        )
+    families = _families_of(name)
+    if requested_family is None:
+        return index, families[0]
+    if requested_family in families:
+        return index, requested_family
+    raise RequestError(
+        f"{index.label} names a {name}, which `family` {short_repr(requested_family)} does not run",
+        f"`family` {' or '.join(families)}",
+    )
+
+
+class Configs:
+    """Configs of a checkpoint's components, which the constructor checks against a spec."""
+
+    def __init__(
+        self, index: JsonFile, spec: FamilySpec, folder: Path, model: ModelConfig, *, is_local: bool
+    ) -> None:
+        self.index = index
+        _refuse_code(folder)
+        _check_blocks(index, spec)
+        #: Name of each component's class, by the name of the component.
+        self.classes = _classes_of(index, spec)
+        for part in sorted(spec.required_components - self.classes.keys()):
+            raise index.error(f"the component {part} is missing", details={"component": part})
+        #: Class name of the scheduler, and the values of its config; None and empty: without one.
+        self.scheduler_class: str | None = None
+        if spec.schedulers:
+            self.scheduler_class = self._find_scheduler(spec.schedulers)
+        self.scheduler_config: Mapping[str, Any] = {}
+        parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
+        #: Folders of components, as in `Checkpoint.component_folders`.
+        self.folders = find_component_folders(index, parts, folder, model, is_local=is_local)
+        folders = {part: ComponentFolder(part, folder, part) for part in parts}
+        folders |= {each.part: each for each in self.folders}
+        for component in self.folders:
+            _refuse_code_of(component)
+        self._configs: dict[str, JsonFile] = {}
+        if spec.schedulers:
+            config = _read_checked(folders["scheduler"], "scheduler_config.json")
+            for key, reason in _REFUSED_OF_SCHEDULERS.items():
+                config.refuse(key, reason)
+            self.scheduler_config = config.values
+            self._configs["scheduler"] = config
+        for part in self.classes:
+            if has_weights(part):
+                self._configs[part] = _read_checked(folders[part], "config.json")
+                continue
+            for path in sorted(folders[part].path.glob("*_config.json")):
+                _read_checked(folders[part], path.name)
+
+    def _find_scheduler(self, proven: Sequence[str]) -> str:
+        """Return the class name of the scheduler, which must be one of `proven`."""
+        name = _entry(self.index, "scheduler")[1]
+        if name in proven:
+            return str(name)
+        others = _families_of(self.index.values["_class_name"])
+        fitting = [each for each in others if name in FAMILY_SPECS[each].schedulers]
+        first = proven[0]
+        raise self.index.error(
+            f"the scheduler {short_repr(name)} is not supported: this family's steps are "
+            f"proven with {' and '.join(proven)}",
+            f"`family` {fitting[0]}"
+            if fitting
+            else f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+            f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
+            details={"scheduler": name, "supported": list(proven)},
+        )
+
+    def of(self, part: str, **defaults: Any) -> JsonFile:
+        """Return the config of one component.
+
+        Args:
+            part: Name of the component.
+            defaults: Default values of the component's class, for keys that the config lacks.
+        """
+        config = self._configs[part]
+        return replace(config, values={**defaults, **config.values})
+
+
+def _read_checked(component: ComponentFolder, name: str) -> JsonFile:
+    """Read a config of a component, and check that it asks for no code and no excessive size."""
+    config = component.read_json(name)
+    for place, key, value in _entries_of(config.values):
+        if key == "quantization_config" and value is not None:
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            by = "" if method is None else f" by {short_repr(method)}"
+            raise config.error(
+                f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
+                f"quantised{by}",
+                QUANTISED_HINT,
+                details={"key": place, "quant_method": method and short_repr(method)},
+            )
+        if _CODE_KEYS.search(key) and value is not None:
+            raise config.error(
+                f"the key {short_repr(place)} is not supported: {_NO_CODE}",
+                UNSUPPORTED_HINT,
+                details={"key": place},
+            )
+        values = value if isinstance(value, list) else [value]
+        largest = max((size for size in values if type(size) is int), default=0)
+        for names, limit in _LIMITS:
+            if names.fullmatch(key) and largest > limit:
+                raise config.error(
+                    f"{place} is {short_repr(value)}: above {limit}",
+                    details={"key": place, "value": value, "limit": limit},
+                )
+    return config
+
+
+def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield path, key and value of all entries of a config, including nested configs.
+
+    The path of a nested key is written with dots, such as `text_config.num_hidden_layers`.
+    """
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield place + key, key, value
+            yield from _entries_of(value, f"{place}{key}.")
+    elif isinstance(values, list):
+        for each in values:
+            yield from _entries_of(each, place)
+
+
+def _families_of(pipeline: str) -> list[str]:
+    """Return the families that run a pipeline's checkpoints; the main one is first."""
+    main = FAMILY_OF_PIPELINE[pipeline]
+    others = [name for name, spec in FAMILY_SPECS.items() if pipeline in spec.aliases]
+    return [main, *(name for name in others if name != main)]
+
+
+def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
+    classes, patterns = {}, {**_CLASSES, **spec.component_classes}
+    for part in sorted(spec.components):
+        library, name = _entry(index, part)
+        if name is None:
+            continue
+        # Components from other modules are refused, because diffusers would import a module of any
+        # name.
+        if library not in (*_LIBRARIES, spec.pipeline_package):
+            raise index.error(
+                f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
+                UNSUPPORTED_HINT,
+                details={"component": part},
+            )
+        if not re.fullmatch(patterns.get(part.removesuffix("_2"), spec.denoiser), str(name)):
+            raise index.error(
+                f"the {part} is of class {short_repr(name)}, which is not supported",
+                UNSUPPORTED_HINT,
+                details={"component": part},
+            )
+        classes[part] = name
+    return classes
+
+
+def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
+    """Return the library and the class name of a component; the class is None if it is missing."""
+    entry = index.values.get(part)
+    if isinstance(entry, list) and len(entry) == 2:
+        return entry[0], entry[1]
+    if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
+        return _LIBRARIES[0], entry
+    library, name, where = entry
+    places = ("subfolder", "pretrained_model_name_or_path", "repo")
+    if name is None and not any(map(where.get, places)):
+        # diffusers writes such an entry if the pipeline was saved without this component
+        return _LIBRARIES[0], None
+    hint = where.get("type_hint")
+    if name is None and isinstance(hint, list) and len(hint) == 2:
+        library, name = hint
+    return library, name
+
+
+def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
+    """Check that a modular index names no other blocks than `ModularSpec.blocks`.
+
+    The index may leave the blocks out. It may name only guiders whose classes the spec knows;
+    diffusers creates the others itself, unless the index has entries for them.
+
+    Raises:
+        ModelError: The index names other blocks, or a guider of unknown class.
+    """
+    if spec.modular is None:
+        return
+    for guider in sorted(spec.modular.guiders.keys() - spec.own_guiders):
+        if index.values.get(guider) is not None:
+            raise index.error(
+                f"it has an entry for {guider}: svdpp runs this family with diffusers' default one",
+                "remove the entry from the file",
+                details={"component": guider},
+            )
+    name = index.values.get("_blocks_class_name")
+    if name is None or name in spec.modular.blocks:
+        return
+    raise index.error(
+        f"the blocks {short_repr(name)} are not supported: this family is proven with "
+        f"{' and '.join(spec.modular.blocks)}",
+        UNSUPPORTED_HINT,
+        details={"blocks": short_repr(name), "supported": list(spec.modular.blocks)},
+    )
+
+
+def _refuse_code(folder: Path) -> None:
+    # An adapter_config.json is refused, because it can name a repository to load.
+    for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
+        for path in sorted(folder.glob(pattern)):
+            _refuse_file(path.relative_to(folder).as_posix())
+
+
+def _refuse_code_of(component: ComponentFolder) -> None:
+    for pattern in ("*.py", "adapter_config.json"):
+        for path in sorted(component.path.glob(pattern)):
+            _refuse_file(component.label(path.name))
+
+
+def _refuse_file(name: str) -> None:
+    raise ModelError(
+        f"the folder contains {short_repr(name)}, but {_NO_CODE}",
+        "remove the file if the weights do not need it",
+    )
