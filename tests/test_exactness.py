@@ -16,7 +16,7 @@ from diffusers.pipelines.stable_video_diffusion.pipeline_stable_video_diffusion 
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SvdSampling
-from svdpp.media.inputs import fit_image, read_image
+from svdpp.media.images import fit_image, read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.model import resize_for_clip, to_uint8

@@ -20,14 +20,8 @@ from svdpp.driver.trace import Trace
 from svdpp.errors import OutOfMemoryError
 from svdpp.launch.gpus import visible_gpus
 from svdpp.launch.world import find_world
-from svdpp.media.inputs import (
-    ClipInput,
-    MediaFile,
-    check_inputs,
-    example_images,
-    example_prompt,
-    round_robin,
-)
+from svdpp.media.images import MediaFile
+from svdpp.media.inputs import ClipInput, check_inputs, example_images, example_prompt, round_robin
 from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
 from svdpp.worker.device import reset_peak

@@ -15,22 +15,13 @@ from svdpp.cli.clip_results import print_clips, raise_lost
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.dry_run import describe_run, show_plan
-from svdpp.cli.options.files import (
-    LogOptions,
-    TraceOptions,
-)
+from svdpp.cli.options.files import LogOptions, TraceOptions
 from svdpp.cli.options.model import parse_seeds
 from svdpp.cli.server_run import ServerRunOptions, run_at_server
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.config.pipeline import repeats_bits
-from svdpp.errors import (
-    InputError,
-    Interrupted,
-    OutputError,
-    RankError,
-    SvdppError,
-)
+from svdpp.errors import InputError, Interrupted, OutputError, RankError, SvdppError
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
@@ -44,7 +35,7 @@ if TYPE_CHECKING:
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_job import RunJob
     from svdpp.driver.run_plan import RunPlan
-    from svdpp.media.inputs import MediaFile
+    from svdpp.media.images import MediaFile
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000

@@ -24,7 +24,7 @@ from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
-    from svdpp.media.inputs import MediaFile
+    from svdpp.media.images import MediaFile
     from svdpp.verification.clip_result import ClipVerification
 
 _SETTINGS = ("image", "local_files_only", "timeout", "start_timeout")

@@ -16,7 +16,7 @@ from svdpp.config.sampling import params_by_field
 from svdpp.driver.job_lines import LineDefaults
 from svdpp.driver.run_job import RunJob
 from svdpp.errors import InputError, RequestError, ServerError, nearest
-from svdpp.media.inputs import MediaFile
+from svdpp.media.images import MediaFile
 
 _IMAGE_FIELD = "input_reference"
 # Bytes that are reserved in each line for prompts, parameters and names, besides the files.

@@ -34,7 +34,8 @@ from svdpp.config.limits import MAX_SEED, read_small_file
 from svdpp.config.pipeline import parameters_sha256, sampling_fields
 from svdpp.config.sampling import as_whole
 from svdpp.errors import InputError, describe_fault, fault_details, recorded_name, recorded_path
-from svdpp.media.inputs import ClipInput, MediaFile
+from svdpp.media.images import MediaFile
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.lora_files import LoraFile
 

@@ -37,7 +37,9 @@ from svdpp.driver.clip_names import check_out_name
 from svdpp.driver.job_files import JobFile, JobLine
 from svdpp.driver.run_job import RunJob
 from svdpp.errors import InputError, RequestError, SvdppError, nearest, write_fields
-from svdpp.media.inputs import MAX_PIXELS, ClipInput, MediaFile, probe_video, read_image
+from svdpp.media.images import MAX_PIXELS, MediaFile, read_image
+from svdpp.media.inputs import ClipInput
+from svdpp.media.video_frames import probe_video
 from svdpp.models.checkpoint import InputUse
 
 #: Fields that only HTTP requests may have, each with advice for the user of a jobs file.

@@ -23,7 +23,8 @@ from svdpp.driver.job_files import JobFile, JobLine
 from svdpp.driver.job_lines import LineDefaults, LineReader, raise_line_errors
 from svdpp.driver.run_job import RunJob, combine_jobs
 from svdpp.errors import InputError, nearest
-from svdpp.media.inputs import ClipInput, MediaFile, collect_inputs, raise_problems
+from svdpp.media.images import MediaFile
+from svdpp.media.inputs import ClipInput, collect_inputs, raise_problems
 from svdpp.models.checkpoint import Checkpoint
 
 #: Image as an argument of `generate`: the path of a file, or a PIL image.

@@ -18,7 +18,8 @@ from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import check_memory, memory_of_devices
 from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
 from svdpp.launch.gpus import visible_gpus
-from svdpp.media.inputs import ClipInput, MediaFile
+from svdpp.media.images import MediaFile
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.costs import CostModel
 from svdpp.serve.job import LATENTS_FOLDER, Job

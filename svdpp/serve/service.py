@@ -22,7 +22,8 @@ from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import InputError, OutputError
 from svdpp.media import output_files
-from svdpp.media.inputs import MAX_PIXELS, input_remarks
+from svdpp.media.images import MAX_PIXELS
+from svdpp.media.inputs import input_remarks
 from svdpp.serve.auth import Owner
 from svdpp.serve.batches import Batches
 from svdpp.serve.clips import Admission

@@ -29,18 +29,12 @@ from PIL import Image
 from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
-from svdpp.media.inputs import (
-    MAX_PIXELS,
-    Conversion,
-    MediaFile,
-    probe_video,
-    read_bytes,
-    read_image,
-)
+from svdpp.media.images import MAX_PIXELS, Conversion, MediaFile, read_bytes, read_image
 from svdpp.media.kinds import FORMATS, demuxer_of
+from svdpp.media.video_frames import probe_video
 
 # Limits of the decoder, the process that decodes an uploaded image. The largest images that
-# `media.inputs` accepts have 50 million pixels, and need up to 1.1 GB and 3 s to decode. A
+# `media.images` accepts have 50 million pixels, and need up to 1.1 GB and 3 s to decode. A
 # progressive JPEG of 24 million pixels needs 1.2 s.
 #: Maximum bytes of a decoder's address space.
 MAX_DECODER_BYTES = 2 * 2**30

@@ -25,7 +25,8 @@ from svdpp.driver.clip_table import CLIP_TABLE
 from svdpp.driver.manifest import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
-from svdpp.media import inputs, video
+from svdpp.media import video
+from svdpp.media.images import read_bytes
 from svdpp.media.inputs import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from svdpp.media.video import Frames
 from svdpp.models.files import short_repr
@@ -142,7 +143,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
         candidates = [*_files_in(image, suffixes)] if os.path.isdir(image) else [image]
     for found in dict.fromkeys(candidates):
         with contextlib.suppress(InputError):  # InputError: the path is missing, or is not a file
-            if hashlib.sha256(inputs.read_bytes(found)).hexdigest() == wanted:
+            if hashlib.sha256(read_bytes(found)).hexdigest() == wanted:
                 return found
     where = str(recorded if image is None else image)
     raise InputError(

@@ -22,7 +22,7 @@ from svdpp.config.cost_files import read_costs
 from svdpp.driver import resolve
 from svdpp.errors import InputError, RequestError
 from svdpp.launch import worker_group as fork_server
-from svdpp.media.inputs import MediaFile
+from svdpp.media.images import MediaFile
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.parallel import layout_options
 from svdpp.worker.device import MemoryPressure

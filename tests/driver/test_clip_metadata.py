@@ -21,7 +21,8 @@ from svdpp.driver.clip_metadata import (
     weights_identity,
 )
 from svdpp.errors import InputError, RequestError
-from svdpp.media.inputs import ClipInput, read_image
+from svdpp.media.images import read_image
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.serve.request_schema import Capabilities
 from tests.support.builders import save_tiny_checkpoint, save_tiny_lora

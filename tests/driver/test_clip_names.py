@@ -10,7 +10,8 @@ from svdpp.config import SvdSampling
 from svdpp.driver.clip_names import NameTemplate, name_jobs
 from svdpp.driver.run_job import RunJob, combine_jobs, job_key
 from svdpp.errors import RequestError
-from svdpp.media.inputs import ClipInput, MediaFile
+from svdpp.media.images import MediaFile
+from svdpp.media.inputs import ClipInput
 from svdpp.media.video import MAX_NAME_BYTES
 
 

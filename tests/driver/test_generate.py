@@ -22,7 +22,7 @@ from svdpp.config import SvdSampling
 from svdpp.driver.progress_bar import ProgressBar
 from svdpp.driver.run_plan import submit_and_collect
 from svdpp.driver.sources import SourceReader
-from svdpp.media.inputs import read_image
+from svdpp.media.images import read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.messages import ClipDone, ClipFailed, StepDone
 from tests.support.shell import PHOTO, python

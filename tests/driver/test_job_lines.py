@@ -14,7 +14,7 @@ from svdpp.driver.job_files import JobFile, JobLine, read_job_file
 from svdpp.driver.job_lines import MAX_PRINTED, LineDefaults, LineReader, raise_line_errors
 from svdpp.driver.run_job import RunJob
 from svdpp.errors import InputError, RequestError, SvdppError
-from svdpp.media import inputs
+from svdpp.media import images
 from tests.support.shell import PHOTO
 
 WAN = LineDefaults(
@@ -224,8 +224,8 @@ def test_a_line_overrides_the_defaults_by_all_names_of_a_field() -> None:
 
 
 def test_an_image_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads, read_bytes = [], inputs.read_bytes
-    monkeypatch.setattr(inputs, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
+    reads, read_bytes = [], images.read_bytes
+    monkeypatch.setattr(images, "read_bytes", lambda path: reads.append(path) or read_bytes(path))
     jobs, errors = read('{"image": "rocket.jpg"}\n' * 3 + '{"image": "none.jpg"}\n' * 2, SVD)
     assert len(jobs) == 3
     assert [error.partition(":")[0] for error in errors] == ["line 4, image", "line 5, image"]

@@ -44,7 +44,8 @@ from svdpp.driver.run_job import RunJob, combine_jobs
 from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import OutOfMemoryError, RequestError
 from svdpp.media import output_files, video
-from svdpp.media.inputs import ClipInput, MediaFile, read_image
+from svdpp.media.images import MediaFile, read_image
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.hashes import file_sha256
 from svdpp.models.memory import estimate

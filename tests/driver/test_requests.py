@@ -28,7 +28,8 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import resolve_config
 from svdpp.errors import ClosedError, ModelError, NotFiniteError, RequestError
-from svdpp.media.inputs import example_images, fit_image, read_image
+from svdpp.media.images import fit_image, read_image
+from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256, read_frames
 from svdpp.models.hashes import file_sha256
 from svdpp.plan.actions import Kind

@@ -24,7 +24,7 @@ from PIL import Image, ImageOps, features
 
 from svdpp.config import SAMPLING_CLASSES, OutputConfig
 from svdpp.errors import InputError
-from svdpp.media import inputs
+from svdpp.media import images, inputs, video_frames
 from svdpp.media.ffmpeg import probe_log
 from svdpp.media.video import read_frames, write_clip
 from tests.support.pictures import encoded, ffmpeg, gradient, png
@@ -32,7 +32,7 @@ from tests.support.pictures import encoded, ffmpeg, gradient, png
 
 def read(folder: Path, data: bytes) -> Image.Image:
     (folder / "x").write_bytes(data)
-    image, media_file = inputs.read_image(folder / "x")
+    image, media_file = images.read_image(folder / "x")
     assert image.mode == "RGB"
     assert image.size == (media_file.width, media_file.height)
     return image
@@ -40,7 +40,7 @@ def read(folder: Path, data: bytes) -> Image.Image:
 
 def refusal(path: Path) -> str:
     with pytest.raises(InputError) as caught:
-        inputs.read_image(path)
+        images.read_image(path)
     assert repr(str(path)) in caught.value.message
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -56,8 +56,8 @@ def test_lossless_formats_give_their_pixels_back(tmp_path: Path, format: str) ->
     options = {"lossless": True} if format == "WEBP" else {}
     data = encoded(gradient(), format, **options)
     assert read(tmp_path, data).tobytes() == gradient().tobytes()
-    _, media_file = inputs.read_image(tmp_path / "x")
-    assert media_file == inputs.MediaFile(tmp_path / "x", hashlib.sha256(data).hexdigest(), 48, 32)
+    _, media_file = images.read_image(tmp_path / "x")
+    assert media_file == images.MediaFile(tmp_path / "x", hashlib.sha256(data).hexdigest(), 48, 32)
 
 
 @pytest.mark.parametrize("format", ["JPEG", "PNG", "TIFF", "WEBP"])
@@ -147,7 +147,7 @@ def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> No
         data[place] ^= 4
         (tmp_path / "x.png").write_bytes(data)
         try:
-            image = inputs.read_image(tmp_path / "x.png")[0]
+            image = images.read_image(tmp_path / "x.png")[0]
         except InputError:
             continue
         assert image.tobytes() == gradient().tobytes()
@@ -175,7 +175,7 @@ def test_refusals_say_what_the_file_is(tmp_path: Path, data: bytes, words: str) 
 
 def test_limits_are_inclusive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = encoded(Image.new("L", (256, 16)), "PNG")
-    monkeypatch.setattr(inputs, "MAX_FILE_BYTES", len(data))
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", len(data))
     assert read(tmp_path, data).size == (256, 16)
     assert "is larger than" in refused(tmp_path, data + b"\0")
 
@@ -240,19 +240,19 @@ def test_inputs_are_expanded_and_keep_their_order(tmp_path: Path) -> None:
     ],
 )
 def test_fit_gives_the_shape(fit: Any, shape: tuple[int, int], size: tuple[int, int]) -> None:
-    assert inputs.fit_image(gradient(), *shape, fit).size == size
+    assert images.fit_image(gradient(), *shape, fit).size == size
 
 
 def test_fit_is_centred() -> None:
     image = gradient()
-    crop = inputs.fit_image(image, 64, 64, "crop")
+    crop = images.fit_image(image, 64, 64, "crop")
     assert crop.tobytes() == image.crop((8, 0, 40, 32)).tobytes()
-    pad = inputs.fit_image(image, 64, 64, "pad")
+    pad = images.fit_image(image, 64, 64, "pad")
     assert pad.crop((0, 8, 48, 40)).tobytes() == image.tobytes()
     assert not any(pad.crop((0, 0, 48, 8)).tobytes() + pad.crop((0, 40, 48, 48)).tobytes())
-    assert inputs.fit_image(image, 1, 99, "stretch") is image
+    assert images.fit_image(image, 1, 99, "stretch") is image
     with pytest.raises(InputError, match="would take"):
-        inputs.fit_image(Image.new("RGB", (16000, 1000)), 8, 800, "pad")
+        images.fit_image(Image.new("RGB", (16000, 1000)), 8, 800, "pad")
 
 
 SAMPLES = [
@@ -279,7 +279,7 @@ def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
         path = Path(folder, "x.png")
         path.write_bytes(data)
         try:
-            image, media_file = inputs.read_image(path)
+            image, media_file = images.read_image(path)
         except InputError:
             return
         assert image.mode == "RGB"
@@ -306,7 +306,7 @@ def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fitted(path: Path, asked: Any) -> Any:
-    return inputs.decode_input(inputs.read_bytes(path), path, asked)[0]
+    return inputs.decode_input(images.read_bytes(path), path, asked)[0]
 
 
 def pixels(frames: Any) -> Any:
@@ -346,11 +346,11 @@ def test_a_video_is_upright_and_hashed_as_its_file(clip: Path, tmp_path: Path) -
     turned = tmp_path / "turned.mp4"
     ffmpeg("-display_rotation", "90", "-i", clip, "-c", "copy", turned)
     sha256 = hashlib.sha256(turned.read_bytes()).hexdigest()
-    assert inputs.probe_video(turned, 7, inputs.MAX_PIXELS) == inputs.MediaFile(
+    assert video_frames.probe_video(turned, 7, images.MAX_PIXELS) == images.MediaFile(
         turned, sha256, 64, 96
     )
     made = inputs.decode_input(clip.read_bytes(), clip, sampling())[1]
-    assert made == inputs.probe_video(clip, 5, inputs.MAX_PIXELS)
+    assert made == video_frames.probe_video(clip, 5, images.MAX_PIXELS)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +372,7 @@ def test_damaged_and_hostile_videos_are_refused(
     path = tmp_path / "bad.mp4"
     path.write_bytes(change(clip.read_bytes()))
     for read in (
-        lambda: inputs.probe_video(path, 5, inputs.MAX_PIXELS),
+        lambda: video_frames.probe_video(path, 5, images.MAX_PIXELS),
         lambda: fitted(path, sampling()),
     ):
         with pytest.raises(InputError, match=words) as caught:
@@ -383,20 +383,20 @@ def test_damaged_and_hostile_videos_are_refused(
 
 def test_a_video_beyond_the_limits_is_refused(clip: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"clip.mp4' cannot be decoded as a video: .*max"):
-        inputs.probe_video(clip, 5, 96 * 64 - 1)
+        video_frames.probe_video(clip, 5, 96 * 64 - 1)
     narrow, raw = tmp_path / "narrow.mp4", tmp_path / "raw.mov"
     ffmpeg("-f", "lavfi", "-i", "color=s=640x32:d=0.2", narrow)
     with pytest.raises(InputError, match=r"narrow.mp4' is too narrow: 640x32"):
-        inputs.probe_video(narrow, 1, inputs.MAX_PIXELS)
+        video_frames.probe_video(narrow, 1, images.MAX_PIXELS)
     ffmpeg("-i", clip, "-c:v", "qtrle", raw)  # none of the decoders that are used
     with pytest.raises(InputError, match=r"raw.mov' cannot be decoded as a video: "):
-        inputs.probe_video(raw, 5, inputs.MAX_PIXELS)
+        video_frames.probe_video(raw, 5, images.MAX_PIXELS)
 
 
 def test_a_decode_has_a_deadline(clip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "_DECODE_SECONDS", 0.0)
+    monkeypatch.setattr(video_frames, "_DECODE_SECONDS", 0.0)
     with pytest.raises(InputError, match=r"clip.mp4' cannot be decoded .* not end within 0 s$"):
-        inputs.probe_video(clip, 5, inputs.MAX_PIXELS)
+        video_frames.probe_video(clip, 5, images.MAX_PIXELS)
 
 
 def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
@@ -435,12 +435,12 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
     path = tmp_path / "my photo.jpg"
     path.write_bytes(data)
     with pytest.raises(InputError) as caught:
-        inputs.read_image(path)
+        images.read_image(path)
     assert words in caught.value.message
     assert hint in caught.value.hint
     if b"isom" not in data:  # for a family that takes videos
         with pytest.raises(InputError) as caught:
-            inputs.probe_video(path, 5, inputs.MAX_PIXELS)
+            video_frames.probe_video(path, 5, images.MAX_PIXELS)
         assert words in caught.value.message
 
 
@@ -448,7 +448,7 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
 def test_an_avif_image_is_read_by_any_name(tmp_path: Path) -> None:
     path = tmp_path / "a.jpg"
     path.write_bytes(encoded(gradient(), "AVIF", quality=95))
-    image, media_file = inputs.read_image(path)
+    image, media_file = images.read_image(path)
     assert (media_file.width, media_file.height) == gradient().size
     assert np.abs(np.asarray(image, int) - np.asarray(gradient(), int)).mean() < 4
 
@@ -472,7 +472,7 @@ def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: st
         assert np.array_equal(found, pixels([frame.convert("RGB") for frame in theirs[:5]]))
         path = tmp_path / "a.gif"
     with pytest.raises(InputError, match="has 6 of the 7 frames") as caught:
-        inputs.probe_video(path, 7, inputs.MAX_PIXELS)
+        video_frames.probe_video(path, 7, images.MAX_PIXELS)
     assert caught.value.details == {"frames": 6, "wanted": 7}
 
 
@@ -516,21 +516,21 @@ def test_a_file_without_a_video_says_what_it_holds(clip: Path, tmp_path: Path) -
     sound, cut = tmp_path / "sound.mp4", tmp_path / "cut.mp4"
     ffmpeg("-f", "lavfi", "-i", "sine=d=1", sound)
     with pytest.raises(InputError, match="has no video: it holds only audio"):
-        inputs.probe_video(sound, 5, inputs.MAX_PIXELS)
+        video_frames.probe_video(sound, 5, images.MAX_PIXELS)
     data = clip.read_bytes()
     cut.write_bytes(data[: data.index(b"mdat") + 400])
     with pytest.raises(InputError, match=r"cut off|cannot be decoded") as caught:
-        inputs.probe_video(cut, 7, inputs.MAX_PIXELS)
+        video_frames.probe_video(cut, 7, images.MAX_PIXELS)
     assert "download it again" in caught.value.hint
     cut.write_bytes(data[:60])
     with pytest.raises(InputError, match="is cut off, or its index is damaged"):
-        inputs.probe_video(cut, 7, inputs.MAX_PIXELS)
+        video_frames.probe_video(cut, 7, images.MAX_PIXELS)
 
 
 def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
     shapes = ((600, 800), (800, 600), (1024, 576), (500, 900))
     found = [
-        inputs.MediaFile(Path(f"{width}.jpg"), "0" * 64, width, height)
+        images.MediaFile(Path(f"{width}.jpg"), "0" * 64, width, height)
         for width, height in shapes
         for _ in ("a prompt", "another")
     ]
@@ -564,7 +564,7 @@ def test_an_image_is_what_load_image_reads_or_a_remark_says_how_it_differs(
 
     path = tmp_path / "a.png"
     Image.new(mode, (64, 36), fill).save(path)
-    image, file = inputs.read_image(path)
+    image, file = images.read_image(path)
     same = np.array_equal(np.asarray(image), np.asarray(load_image(str(path))))
     remarks = inputs.input_remarks([file], SAMPLING_CLASSES["svd"](width=1024, height=576))
     assert same == (remarks == []) == (not words)

@@ -17,7 +17,8 @@ from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
 from svdpp.errors import InputError
-from svdpp.media.inputs import example_images, read_image
+from svdpp.media.images import read_image
+from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256
 from svdpp.serve.job import new_id
 from svdpp.serve.request_schema import Capabilities

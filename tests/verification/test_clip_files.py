@@ -19,7 +19,8 @@ from svdpp.config import ModelConfig, OutputConfig, PipelineConfig, SvdSampling,
 from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.errors import InputError, RequestError
 from svdpp.media import video
-from svdpp.media.inputs import ClipInput, read_image
+from svdpp.media.images import read_image
+from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.verification.clip_files import (
     ClipCheck,

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
     from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
-    from svdpp.media.inputs import ClipInput, MediaFile
+    from svdpp.media.images import MediaFile
+    from svdpp.media.inputs import ClipInput
 
 #: Value of `--prompts` for prompts in files beside the images.
 SAME_STEM = "same-stem"
@@ -153,7 +154,8 @@ class PromptOptions:
                 names a video that the family does not take.
             InputError: A file cannot be read, or holds no valid prompt.
         """
-        from svdpp.media.inputs import ClipInput, read_image
+        from svdpp.media.images import read_image
+        from svdpp.media.inputs import ClipInput
 
         self.check_prompts()
         videos = self._videos(sampling, max_pixels)
@@ -212,7 +214,7 @@ class PromptOptions:
     def _videos(
         self, sampling: SamplingConfig, max_pixels: int
     ) -> tuple[tuple[str, MediaFile], ...]:
-        from svdpp.media.inputs import probe_video
+        from svdpp.media.video_frames import probe_video
 
         paths = {name: Path(path) for name, path in self.video_paths.items()}
         sampling.check_videos(paths)
