@@ -71,13 +71,14 @@ def ratio(
     drift: float = 0.0,
     is_baseline: bool = False,
 ) -> Ratio:
-    """Return the ratio of one metric, B over A, with its range.
+    """Return the ratio of one metric, B over A, with the range that noise explains; see `Ratio`.
 
     Args:
         name: Name of the metric.
         a: Values of the rounds of A, above 0.
         b: Values of the rounds of B, above 0.
-        drift: Logarithm of the ratio of the machine's speeds during A and B; it widens the range.
+        drift: Logarithm of the ratio of the machine's speeds during A and B. A drift that is not 0
+            widens the range.
         is_baseline: Whether A and B did the same work with the same libraries on the same machine.
     """
     mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)

@@ -55,7 +55,8 @@ app = typer.Typer(add_completion=False)
 class RunOptions(ServerRunOptions):
     """Options of the pipeline and of its clips."""
 
-    # `latent_shape` is not an option of `svdpp run`, because the dummy model makes no video files.
+    # `svdpp run` has no option for `latent_shape`, a setting of the dummy model only: the dummy
+    # model makes no video files, so `svdpp run` refuses it.
     latent_shape: tuple[int, int, int, int, int] | None = None
 
     @property
@@ -80,10 +81,12 @@ class RunOptions(ServerRunOptions):
         return [self.seed or 0] if self.seeds is None else parse_seeds(self.seeds)
 
     def check_jobs(self) -> None:
-        """Check that no option is given whose value each line of `--jobs` has.
+        """Check that `--jobs` is not combined with inputs, prompts or a list of seeds.
+
+        Each line of a jobs file describes one clip, with an input, a prompt and a seed of its own.
 
         Raises:
-            RequestError: Such an option is given on the command line.
+            RequestError: `--jobs` is combined with such an option.
         """
         if self.jobs is None:
             return
@@ -339,19 +342,19 @@ class RunCommand:
     def check_jobs(
         self, config: PipelineConfig, jobs: Sequence[RunJob], errors: Sequence[SvdppError]
     ) -> tuple[list[RunJob], list[SvdppError]]:
-        """Check the clips against the configs of the model, before a weight is loaded.
+        """Check the clips against the configs of the model, before any weights are loaded.
 
         Args:
             config: Configuration of the run.
             jobs: Jobs of the run.
-            errors: Errors of inputs and lines of which no clip is made.
+            errors: Errors of inputs and lines for which there is no job.
 
         Returns:
-            Valid jobs, and with `--keep-going` the errors of inputs, lines and jobs of which no
-            clip is made.
+            Valid jobs, and with `--keep-going` the errors of all inputs, lines and jobs for which
+            no clip will be made.
 
         Raises:
-            RequestError: The model or the ranks cannot make a clip, or outputs exist.
+            RequestError: The model or the ranks cannot make a clip, or an output file exists.
             ModelError: The model is missing or not supported.
         """
         from svdpp.driver.jobs import check_outputs, find_refused_jobs

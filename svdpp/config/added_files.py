@@ -52,10 +52,11 @@ class Denoiser(AddedFile):
 
 
 def parse_denoiser(text: str) -> Denoiser:
-    """Parse a GGUF denoiser in the form of the command line.
+    """Parse the value of `--denoiser`.
 
     Args:
-        text: Text of the form `FILE.gguf[:high|:low]`.
+        text: Path of a GGUF file, which `:high` or `:low` may follow to name the expert that the
+            file replaces.
     """
     for expert in ("high", "low"):
         if text.endswith(f":{expert}"):

@@ -52,7 +52,10 @@ SMALL_FILE_BYTES = 1_000_000
 
 
 def max_threads() -> int:
-    """Return the largest number of intra-op threads of a rank on this machine."""
+    """Return the largest number of intra-op threads that a request may ask for, for each rank.
+
+    The limit depends on all CPU cores of this machine, and not on the number of ranks.
+    """
     return MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
 
 

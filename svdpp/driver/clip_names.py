@@ -36,7 +36,7 @@ def name_jobs(
     template: NameTemplate | None = None,
     recorded: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RunJob]:
-    """Return the jobs with unique file names, without suffixes.
+    """Return the jobs with unique file names, without an extension such as `.mp4`.
 
     If the user gave a name, as `out` or by a template, that name is used. Otherwise the name
     consists of the image's name (or the first words of the prompt) and the seed. If an image has

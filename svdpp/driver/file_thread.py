@@ -27,7 +27,10 @@ class FileThread:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Queue a call, and return a future with the call's result or exception."""
+        """Queue a call, and return a future that is done when the call has ended.
+
+        The future holds the exception that the call raised, or None; the call's result is dropped.
+        """
         future: Future[None] = Future()
         self._calls.put((call, future))
         with self._starting:

@@ -140,7 +140,10 @@ def generate(
 
 
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
-    """Return model (if no precision is given, in the device's usual one), device and checkpoint."""
+    """Return the configuration of the model, the device of the ranks, and the checkpoint.
+
+    If `model` is only a name, the configuration has the precision that is usual on the device.
+    """
     config = ModelConfig(name=model) if isinstance(model, str) else model
     require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")
     device = find_device(device, config.name)

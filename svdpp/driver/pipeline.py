@@ -86,8 +86,8 @@ class Pipeline(PipelineRanks):
             metadata: Fields to add to each clip's JSON.
 
         Returns:
-            Handle of the clip for a single request; otherwise a list of handles in the order of the
-                    requests.
+            Handle of the clip, if `requests` is a single request; otherwise a list of handles, in
+            the order of the requests.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.

@@ -310,7 +310,7 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Fields of `parallel`, with `_default_split` as the split if the user gives no split."""
+        """Fields that the user has set, and the split that svdpp chooses if the user sets none."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 
@@ -346,7 +346,7 @@ class PipelineRequest:
 
     @property
     def _has_remainder(self) -> bool:
-        """Whether the number of steps is not divisible by the number of stages on all devices."""
+        """Whether the steps cannot be divided evenly between the stages if all devices are used."""
         num_decoders = int(self.parallel.get("num_decoders", 1))
         stages = max(1, self._devices // self._pair_size - num_decoders + 1)
         return self.sampling.num_inference_steps % stages > 0

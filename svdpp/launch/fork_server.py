@@ -124,9 +124,12 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     gc.enable()
 
     def end() -> None:
-        """End this server after the loop of multiprocessing has ended."""
+        """Wait until the process that started this server has ended; end the ranks and this server.
+
+        multiprocessing's server returns, and runs this function, when that process closes its pipe.
+        """
         deadline = time.monotonic() + _WAIT_SECONDS
-        # The process that started this server may not have ended completely yet.
+        # A process closes its pipes a moment before its children get another parent.
         while time.monotonic() < deadline:
             end_if_starter_has_ended()
             time.sleep(0.01)

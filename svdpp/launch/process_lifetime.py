@@ -204,13 +204,15 @@ def ignore_signals() -> None:
 
 
 def end_with_parent(parent: int | None = None, number: int = signal.SIGKILL) -> None:
-    """Ask the kernel to signal this process when the thread that started it ends.
+    """Ask the kernel to send this process a signal when its parent process ends.
 
-    If the process survives the signal, it also gets the signal at the end of its next parent.
+    The kernel also sends the signal when only the thread that started this process ends. A process
+    that survives the signal gets a new parent from the kernel (init or a subreaper), and gets the
+    signal again when the new parent ends.
 
     Args:
-        parent: Process id of the process that started this one. If it has already ended, the signal
-            is sent now. None: the current parent.
+        parent: Process id of the process that started this one. If that process has already ended,
+            the signal is sent now. None: the current parent.
         number: Number of the signal.
     """
     if parent is None:

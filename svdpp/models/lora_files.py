@@ -192,7 +192,8 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
             partner = re.sub(rf"\.{re.escape(own)}\b", f".{other}", name)
             if partner not in entries:
                 raise ModelError(
-                    f"the tensor {short_repr(partner)} is missing; there is {short_repr(name)}",
+                    f"the tensor {short_repr(partner)} is missing, which forms a pair with "
+                    f"{short_repr(name)}",
                     "the file is incomplete: download or save it again",
                     details={"missing": partner, "tensor": name},
                 )

@@ -368,7 +368,11 @@ class _FakeModel:
         return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run a component's method on fake tensors, and return zeros in the shape of the result."""
+        """Measure a component's method on fake tensors; return real zeros in place of its result.
+
+        The zeros are on the CPU, with the result's shapes and dtypes. Calls with inputs of the same
+        shapes are measured once.
+        """
         if self._inside:
             return real(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
@@ -421,11 +425,13 @@ def is_tiled(module: Any) -> bool:
 
 
 class _RepeatedTiles:
-    """Stand-in for `forward` of a VAE's encoder or decoder that computes equal tiles only once.
+    """Stand-in for `forward` of a VAE's encoder or decoder that measures each size of tile once.
 
     A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds of
     calls. Wan calls its encoder or decoder once for each frame of a tile's latent, with a cache
     that is new for each tile. From the third frame on, all calls of a tile take the same memory.
+    So a call is measured only if no earlier call had an input of the same shape and the same number
+    within its tile (0, 1, or 2 for all further calls).
 
     Args:
         forward: The module's own `forward`.
@@ -446,7 +452,7 @@ class _RepeatedTiles:
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the module, or return an empty tensor of the shape that an equal tile has given."""
+        """Run the module, or return an empty tensor of the shape that an earlier call returned."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile

@@ -437,7 +437,11 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Return the seconds until the last rank has the frames that all ranks have decoded."""
+    """Return the seconds from a clip's last step until the route's last rank has all its frames.
+
+    If several ranks decode the clip, the time includes the transfer of the latent to the other
+    ranks, and the transfer of their frames back to the last rank.
+    """
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
     for (rank, _), seconds in zip(route.shares[1:], others, strict=True):

@@ -29,15 +29,15 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank runs, over all clips on which the rank works."""
+    """Steps that one rank runs. Clips of a run may be divided at different steps."""
 
     rank: int
     start: int
-    """First step that the rank runs in any clip."""
+    """First step that the rank runs in at least one clip."""
     end: int
-    """Step after the last step that the rank runs in any clip."""
+    """Step after the last step that the rank runs in at least one clip."""
     mean_steps: float
-    """Mean number of steps that the rank runs of a clip."""
+    """Number of steps of one clip that the rank runs, averaged over the clips of the rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,10 +260,13 @@ class Layout(ParallelConfig):
         return self._route(clip, replica, index, self.cuts(clip), all_stages=all_stages)
 
     def cuts(self, clip: int) -> Cuts:
-        """Return how the steps of a clip are divided: 0, then the finished steps after each stage.
+        """Return the number of finished steps of a clip before and after each stage.
 
         Args:
             clip: Index of the clip.
+
+        Returns:
+            0, and then the number of finished steps after each stage, in order.
         """
         return self._cuts_of(clip % self.data_parallel_size).cuts(clip // self.data_parallel_size)
 
@@ -310,7 +313,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """Steps that each rank runs, over all clips on which it works; one entry for each rank."""
+        """Steps that each rank runs, one entry for each rank, in the order of the ranks."""
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}

@@ -248,7 +248,10 @@ class ClipCuts:
     replica's last stage."""
 
     def cuts(self, index: int) -> Cuts:
-        """Return how a clip's steps are divided. In clip 0, positions are rounded to nearest.
+        """Return the cuts of one clip: its positions plus its phase, rounded down.
+
+        The phase of clip 0 is 0.5, so its positions are rounded to the nearest cut. The phase grows
+        by 0.618 with each clip, modulo 1.
 
         Args:
             index: Index of the clip among the clips of the replica.

@@ -293,13 +293,19 @@ class Dispatcher:
         self._retry_while_unavailable(lambda: self.notify(job.id))
 
     def _on_progress(self, clip: RunningClip) -> None:
-        """Handle progress of a clip. The pipeline's thread calls this."""
+        """Store the time of a clip's progress, and wake the threads that wait for changes.
+
+        The pipeline's thread calls this method.
+        """
         with self._changed:
             clip.progressed_at = time.monotonic()
             self._changed.notify_all()
 
     def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Handle the end of a clip. The pipeline's thread calls this."""
+        """Append a finished clip to the list that `record_results` processes, and wake its thread.
+
+        The pipeline's thread calls this method.
+        """
         with self._changed:
             self._done.append((job_id, handle, pipeline.run_error is not None))
             self._changed.notify_all()

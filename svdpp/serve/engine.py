@@ -163,13 +163,19 @@ class Engine:
                     self._run_pipeline()
                 except Exception as error:
                     if not self._is_closing():
-                        self._restart_after(error)
+                        self._prepare_restart(error)
         except Exception as error:
             self.fatal = error
             logger.opt(exception=error).error("the engine ended: {}", error)
 
-    def _restart_after(self, error: Exception) -> None:
-        """Requeue the unfinished jobs, and wait before the restart of the ranks.
+    def _prepare_restart(self, error: Exception) -> None:
+        """Requeue the unfinished jobs after an error has ended the ranks, and wait.
+
+        After this method, `_run` starts the ranks again. The wait doubles with each restart without
+        a finished clip, up to `_MAX_BACK_OFF` seconds.
+
+        Args:
+            error: Error that has ended the ranks.
 
         Raises:
             Exception: `error`, if a launcher such as torchrun started the ranks and has to restart

@@ -273,10 +273,26 @@ class Service:
         return "the queue is full" if is_full else None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Check a request, store its image and job durably, and return the video.
+        """Check a request, and store its image and its job durably.
 
-        If an earlier request had the same idempotency key, its video is returned. The ETA in the
-        response is stored, and compared with the actual time when the clip is completed.
+        The ETA in the response is stored, too, and compared with the actual time when the clip is
+        completed.
+
+        Args:
+            request: Request of one clip.
+            owner: Owner of the new job.
+            idempotency_key: Key that the client sends again when it repeats a request; None: the
+                request is always a new one.
+
+        Returns:
+            Video of the new job, in the state `queued`; or the video of the owner's earlier request
+            with the same idempotency key, in its current state.
+
+        Raises:
+            ApiError: The server accepts no jobs now, or does not make such clips.
+            RequestError: A parameter or an input does not fit the model.
+            OutOfMemoryError: The clip needs more memory than a device has.
+            OutputError: The queue or the files cannot be reached.
         """
         self.check_accepts_jobs(has_limit=idempotency_key is None)
         job = self._new_job(request, owner, idempotency_key)

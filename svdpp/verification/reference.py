@@ -376,7 +376,10 @@ class _StepObserver:
         return self  # a pipeline may copy its scheduler
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`. Its first call after the denoisers' calls ends a step."""
+        """Call `scheduler.step`, and report a denoising step as finished by `after_step`.
+
+        A denoising step is finished by the first call of `scheduler.step` after a denoiser's call.
+        """
         result = real(*args, **kwargs)
         if self._has_evaluated:
             self.end(None, 0, None, {LATENTS: step_latent(result)})

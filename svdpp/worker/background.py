@@ -193,7 +193,11 @@ class BoundedExecutor:
         reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Queue a call; block while two earlier calls are queued or running.
+        """Queue a call; first wait while two earlier calls are queued or running.
+
+        Args:
+            work: Function to call in the thread, with `arguments`.
+            arguments: Positional arguments of the call.
 
         Raises:
             BaseException: An earlier call has raised this exception.

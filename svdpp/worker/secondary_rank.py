@@ -164,8 +164,9 @@ class _ParentChannel(ControlChannel):
             try:
                 super().send(message)
             except OSError as error:
-                # The kernel reports a timeout to only one call. Later reads see the end of the
-                # stream.
+                # If rank 0 does not acknowledge data within `peer_timeout`, the kernel fails only
+                # one call on the socket with ETIMEDOUT. If this `send` is that call, later reads
+                # return the end of the stream, as if rank 0 had closed the connection.
                 self._has_timed_out |= not isinstance(error, ConnectionError)
                 raise
 

@@ -207,8 +207,8 @@ SECOND_FACTOR = "transformer.blocks.0.attn1.to_q.lora_B.weight"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({SECOND_FACTOR: None}, f"the tensor '{SECOND_FACTOR}' is missing; there is"),
-        ({FIRST_FACTOR: None}, f"the tensor '{FIRST_FACTOR}' is missing; there is"),
+        ({SECOND_FACTOR: None}, f"the tensor '{SECOND_FACTOR}' is missing, which forms a pair"),
+        ({FIRST_FACTOR: None}, f"the tensor '{FIRST_FACTOR}' is missing, which forms a pair"),
         ({"transformer.blocks.0.attn1.to_q.dora_scale": torch.ones(24)}, "dora_scale"),
         ({SECOND_FACTOR: torch.ones(24, 3)}, r"do not fit: \[2, 24\] and \[24, 3\]"),
     ],

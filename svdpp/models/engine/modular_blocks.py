@@ -61,7 +61,11 @@ def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
 
 
 class SubBlockEntry:
-    """State in which a sub-block begins, kept to run the sub-block again from its start."""
+    """Values of a `BlockState` when a sub-block begins, kept so that the sub-block can run again.
+
+    Args:
+        values: Values by name. The states of the random generators among the values are kept, too.
+    """
 
     def __init__(self, values: dict[str, Any]) -> None:
         self.values = dict(values)

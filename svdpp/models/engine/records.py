@@ -64,8 +64,10 @@ register_pytree_node(
 class Packer:
     """Packer that divides a value into a structure and named tensors.
 
-    A tensor that occurs several times is kept once. A structure is JSON that describes the value.
-    If `keeps` is False, the packer keeps no tensors and returns only structures.
+    A structure is a tree of JSON objects, one for each container, plain value and tensor in the
+    value. The object of a tensor has only the tensor's name, shape, dtype and strides. The tensor
+    itself is kept in `tensors` under this name; a tensor that occurs several times is kept once. If
+    `keeps` is False, the packer keeps no tensors, and the tensors in a structure have no names.
     """
 
     def __init__(self, *, keeps: bool = True) -> None:
@@ -74,7 +76,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """Return the structure of a value; keep the value's tensors for a later call of `packet`.
+        """Return the structure of a value; keep the value's tensors in `tensors`.
 
         Args:
             value: Tensors and plain values in nested lists, tuples, dicts and output classes of
@@ -124,14 +126,18 @@ class Packer:
 
 
 def read_structure(packet: Tensors) -> Node:
-    """Return the structure of a packet that `Packer.packet` has returned."""
+    """Parse the structure of a packet from the packet's JSON.
+
+    Args:
+        packet: Result of `Packer.packet`. The structure refers to its tensors by name.
+    """
     assert packet[STRUCTURE].is_cpu
     structure: Node = json.loads(packet[STRUCTURE].numpy().tobytes())
     return structure
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of a value without keeping its tensors."""
+    """Return the structure of a value whose tensors are not sent: the structure has no names."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -410,10 +416,11 @@ class Records:
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Return the records as structures for a packet; the initial latent is named `latents`.
+        """Return a record for each recorded call: its method, and the structure of its result.
 
         Args:
-            packer: Packer that keeps the tensors.
+            packer: Packer that gets the tensors of the results, except tensors that no step uses.
+                The initial latent gets the name `latents`.
         """
         for name, result, _ in self._made:
             if name == _NOISE_RECORD:

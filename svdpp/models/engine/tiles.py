@@ -116,7 +116,14 @@ class _TileCalls:
         self._cache: Any = None
 
     def begins_tile(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a call with these arguments, the next in order, begins a new tile."""
+        """Return whether the decoder's next call is the first call for a tile.
+
+        This method has to be called once before each call of the decoder, because it compares the
+        cache with the cache of the previous call.
+
+        Args:
+            kwargs: Keyword arguments of the decoder's next call.
+        """
         before, self._cache = self._cache, kwargs.get("feat_cache")
         return self._cache is None or self._cache is not before
 
