@@ -140,6 +140,14 @@ SHARED: Mapping[str, Param] = {
     ),
 }
 
+#: Parameter `video_frames` of families that continue a video by clips of another length.
+VIDEO_FRAMES = Param(
+    lowest=1,
+    highest=MAX_FRAMES,
+    kind=int,
+    help="Frames of the video, from its first, that the clip continues.",
+)
+
 
 def as_whole(number: float) -> float:
     """Return a number as an int if it is whole, so that JSON shows `8` and not `8.0`."""

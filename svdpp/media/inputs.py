@@ -371,6 +371,7 @@ def decode_input(
         InputError: The file is of the wrong kind, damaged, or exceeds a limit.
     """
     side, fit = sampling.videos.get(name), sampling.fit
+    count = (sampling.video_frames if name == IMAGE else None) or sampling.frames
     width, height = side or sampling.width, side or sampling.height
     if name == LAST_IMAGE or (name == IMAGE and not sampling.from_video):
         image, media_file = decode_image(data, path, MAX_PIXELS)
@@ -379,7 +380,7 @@ def decode_input(
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
-        for frame in decode_video(data, file, path, sampling.frames, MAX_PIXELS):
+        for frame in decode_video(data, file, path, count, MAX_PIXELS):
             size = frame.size
             fitted = fit_image(frame, width, height, fit)
             frames.append(fitted.resize((width, height), Image.Resampling.LANCZOS))

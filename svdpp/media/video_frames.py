@@ -75,7 +75,8 @@ def decode_video(
         done += 1
     if done < count:
         text = f"{str(path)!r} has {done} of the {count} frames that the clip takes"
-        raise InputError(text, "use fewer `num_frames`", details={"frames": done, "wanted": count})
+        hint = "give a longer video, or make a clip that takes fewer frames"
+        raise InputError(text, hint, details={"frames": done, "wanted": count})
 
 
 def _is_animation(data: bytes) -> bool:

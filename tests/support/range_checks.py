@@ -52,7 +52,8 @@ def source(sampling: Any) -> ModelInput:
 
 
 def _frames(sampling: Any, seed: int = 0, side: int | None = None) -> list[Image.Image]:
-    shape = (sampling.num_frames, side or sampling.height, side or sampling.width, 3)
+    count = sampling.num_frames if sampling.videos else sampling.video_frames
+    shape = (count, side or sampling.height, side or sampling.width, 3)
     pixels = np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
     return [Image.fromarray(frame) for frame in pixels]
 

@@ -88,8 +88,8 @@ MINIMAX_H3 = FamilySpec(
         blocks=("MiniMaxH3Blocks",),
         audio="audio",
         audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
-        first_frames=_frames_of_images,
     ),
+    first_frames=_frames_of_images,
 )
 
 FAMILIES = (MINIMAX_H3,)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.spec import (
     FLOW_SCHEDULERS,
@@ -13,7 +14,11 @@ from svdpp.config.families.spec import (
     two_images,
 )
 from svdpp.config.families.wan import image_projection, last_image_facts, vae_channels
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config.limits import MAX_FRAMES, require
+from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
+
+# Largest number of frames that the pipelines make in one denoising loop: their `base_num_frames`.
+_LOOP_FRAMES = 97
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +45,66 @@ class SkyReelsV2Sampling(SkyReelsV2BaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
-    """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingPipeline`, with defaults."""
+    """Sampling parameters of diffusion forcing from text or an image, with diffusers' defaults."""
 
     family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
 
 
+@dataclass(frozen=True, kw_only=True)
+class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
+    """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingVideoToVideoPipeline`.
+
+    The clip is `video_frames` frames of the video, then the frames that the pipeline generates. The
+    first of these are the same frames of the video, encoded and decoded.
+    """
+
+    # `video_frames` and the number of generated frames are each a multiple of 4 plus 1.
+    frames_remainder: ClassVar[int] = 2
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = {"video_frames": VIDEO_FRAMES}
+
+    family: Literal["skyreels_v2_df_v2v"] = "skyreels_v2_df_v2v"
+    num_frames: int = 114
+    video_frames: int = 17
+
+    @property
+    def generated_frames(self) -> int:
+        """Number of frames that the pipeline generates: its argument `num_frames`."""
+        return self.frames - self.video_frames
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     return {**image_projection(configs), **last_image_facts(configs)}
+
+
+def _check_forcing(_: object, sampling: Any) -> None:
+    require(
+        not sampling.from_image or sampling.frames > 1,
+        f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
+        frames=sampling.frames,
+        above=1,
+    )
+
+
+def _check_from_video(_: object, sampling: Any) -> None:
+    given, frames, unit = sampling.video_frames, sampling.frames, sampling.frames_unit
+    require(
+        given % unit == 1,
+        f"`video_frames` must be a multiple of {unit} plus 1, got {given}",
+        video_frames=given,
+        unit=unit,
+        remainder=1,
+    )
+    lowest, highest = 2 * given + unit, given + _LOOP_FRAMES
+    require(
+        lowest <= frames <= highest,
+        f"with `video_frames` {given}, `num_frames` must be {lowest} to {highest}, got {frames}: "
+        "the clip has the frames of the video twice, and then new frames",
+        video_frames=given,
+        frames=frames,
+        lowest=lowest,
+        highest=highest,
+    )
 
 
 SKYREELS_V2 = FamilySpec(
@@ -75,16 +133,46 @@ SKYREELS_V2_FORCING = replace(
     title="SkyReels-V2, diffusion forcing with all frames in step",
     example="Skywork/SkyReels-V2-DF-14B-720P-Diffusers",
     text_pipeline="SkyReelsV2DiffusionForcingPipeline",
-    image_pipeline=None,
-    last_image_arguments=None,
+    image_pipeline="SkyReelsV2DiffusionForcingImageToVideoPipeline",
+    text_and_image=True,
     checkpoint_facts=image_projection,
-    # The pipeline gives each latent frame its own timestep, which `step` of #
+    check_sampling=_check_forcing,
+    # The pipeline gives each latent frame its own timestep, which `step` of
     # `FlowMatchEulerDiscreteScheduler` does not accept.
     schedulers=("UniPCMultistepScheduler",),
+    # The pipeline writes the image's latents into the first frames, which no step changes.
+    record_uses={"prepare_latents": "first step"},
     initial_latent_source="latents",
+    # The pipeline appends the last image's latents to those that `prepare_latents` returns.
+    latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
+    first_frames=lambda sampling: -int(sampling.has_last_image),
     # the number is larger than any number of schedulers, so it means all schedulers
     num_results_equal_latents=1_000,
-    frame_limits=(1, 97, "as longer clips need several denoising loops"),
+    frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )
 
-FAMILIES = (SKYREELS_V2, SKYREELS_V2_FORCING)
+SKYREELS_V2_FROM_VIDEO = replace(
+    SKYREELS_V2_FORCING,
+    sampling=SkyReelsV2FromVideoSampling,
+    title="SkyReels-V2, diffusion forcing that continues a video",
+    text_pipeline=None,
+    image_pipeline="SkyReelsV2DiffusionForcingVideoToVideoPipeline",
+    image_argument="video",
+    last_image_arguments=None,
+    text_and_image=False,
+    aliases=(
+        "SkyReelsV2DiffusionForcingPipeline",
+        "SkyReelsV2DiffusionForcingImageToVideoPipeline",
+    ),
+    # The decode puts the frames of the video before those that it decodes.
+    record_uses={**SKYREELS_V2_FORCING.record_uses, "video_processor.preprocess_video": 0},
+    latent_frames=lambda _, sampling, frames: frames - sampling.video_frames // 4,
+    first_frames=lambda _: 0,
+    decodes_in_tiles=False,  # the clip has more frames than are decoded
+    frame_limits=(1, MAX_FRAMES, "the limits of svdpp"),
+    check_sampling=_check_from_video,
+    renamed_arguments={"overlap_history": "video_frames"},
+    call_arguments=lambda sampling: {"num_frames": sampling.generated_frames},
+)
+
+FAMILIES = (SKYREELS_V2, SKYREELS_V2_FORCING, SKYREELS_V2_FROM_VIDEO)

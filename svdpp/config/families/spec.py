@@ -111,10 +111,6 @@ class ModularSpec:
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
     """Function that returns further values of the guiders' configs, given the sampling parameters:
     for each guider's name, values by the arguments of its class."""
-    first_frames: Callable[[Any], int] = lambda _: 0
-    """Function that returns, given the sampling parameters, by how many frames the latent before
-    the first step is longer than the results of steps: the frames of images, which no step
-    changes."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Returns the number by which the latent's height and width are divided after some steps. Its
     arguments are the sampling parameters and the number of finished steps."""
@@ -229,6 +225,10 @@ class FamilySpec:
     """Function that returns the number of frames of the latent. Its arguments are the loaded
     pipeline, the sampling parameters, and the number of latent frames to which the VAE compresses
     the clip."""
+    first_frames: Callable[[Any], int] = lambda _: 0
+    """Function that returns, given the sampling parameters, by how many frames the latent before
+    the first step is longer than the latent after a step: the frames of images, which no step
+    changes. It is negative if the pipeline appends these frames after the encode."""
     latent_dtype: (
         Literal["fp32", "model", "stepped", "stepped from text"]
         | Callable[[Any, int], Literal["fp32", "model"]]

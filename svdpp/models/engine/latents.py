@@ -72,8 +72,8 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
     if spec.modular is not None:
         divisor = spec.modular.latent_divisor(sampling, step)
         sizes |= {side: sizes[side] // divisor for side in ("H", "W")}
-        if step == 0:
-            sizes["F"] += spec.modular.first_frames(sampling)
+    if step == 0:
+        sizes["F"] += spec.first_frames(sampling)
     sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
     return tuple(sizes[axis] for axis in axes)
 

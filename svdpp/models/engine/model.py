@@ -431,7 +431,7 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
     if sampling.has_last_image:
         return {IMAGE: image, LAST_IMAGE: image}
     if not sampling.videos:
-        return [image] * (sampling.frames if whole else 1) if sampling.from_video else image
+        return [image] * (sampling.video_frames if whole else 1) if sampling.from_video else image
     sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}
     frames = {name: Image.new("RGB", size if whole else (16, 16)) for name, size in sizes.items()}
     return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}

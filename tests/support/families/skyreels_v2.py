@@ -21,7 +21,17 @@ def _skyreels_v2(image: bool, *, two_images: bool = False) -> Parts:
     return parts | clip_vision(encoder, 32) if image else parts
 
 
-PARTS = {"skyreels_v2": _skyreels_v2, "skyreels_v2_df": _skyreels_v2}
+def _skyreels_v2_df(_: bool) -> Parts:
+    sizes = {**wan_sizes(1), "num_layers": 1, "in_channels": 16, "inject_sample_info": True}
+    return like_wan(diffusers.SkyReelsV2Transformer3DModel(**sizes), flow_shift=8.0)
+
+
+def _unread_table(record: int) -> dict[str, str]:
+    """Return `Case.unread` for the record of `generate_timestep_matrix` with the given number."""
+    return {f"record.{record}.1": "a table of a few numbers"}
+
+
+PARTS = {"skyreels_v2": _skyreels_v2, "skyreels_v2_df": _skyreels_v2_df}
 CASES = {
     "skyreels-v2": Case("skyreels_v2", size(16, 16, 9)),
     "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
@@ -35,7 +45,30 @@ CASES = {
     "skyreels-v2-df": Case(
         "skyreels_v2_df",
         size(16, 16, 9),
-        unread={"record.2.1": "a table of a few numbers"},
+        unread=_unread_table(2),
         refused=[({"num_frames": 101}, "`num_frames` must be 1 to 97")],
+    ),
+    "skyreels-v2-df-image": Case(
+        "skyreels_v2_df",
+        size(16, 16, 9),
+        image=True,
+        unread=_unread_table(3),
+        refused=[({"num_frames": 1}, "more than 1 `num_frames`, got 1")],
+    ),
+    "skyreels-v2-df-last-image": Case(
+        "skyreels_v2_df", size(16, 16, 9), image=True, last_image=True, unread=_unread_table(4)
+    ),
+    "skyreels-v2-df-video": Case(
+        "skyreels_v2_df_v2v",
+        size(16, 16, 18, video_frames=5),
+        image=True,
+        negative="blurred",
+        unread=_unread_table(3),
+        refused=[
+            ({"video_frames": 6}, "`video_frames` must be a multiple of 4 plus 1, got 6"),
+            ({"num_frames": 10}, "with `video_frames` 5, `num_frames` must be 14 to 102, got 10"),
+            ({"num_frames": 106}, "with `video_frames` 5, `num_frames` must be 14 to 102, got 106"),
+            ({"num_frames": 17}, "`num_frames` must be a multiple of 4 plus 2, got 17"),
+        ],
     ),
 }
