@@ -14,15 +14,7 @@ import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
-from svdpp.cli.options.declare import (
-    COSTS,
-    SERVICE,
-    VIDEO,
-    flag,
-    in_range,
-    option,
-    path_option,
-)
+from svdpp.cli.options.declare import COSTS, SERVICE, VIDEO, flag, in_range, option, path_option
 from svdpp.cli.options.files import ImageOptions, LogOptions
 from svdpp.cli.options.pipeline import (
     PipelineOptions,
@@ -36,7 +28,7 @@ from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
     from svdpp.config import Lora, PipelineConfig
-    from svdpp.serve.service import ServerSettings
+    from svdpp.serve.settings import ServerSettings
 
 #: Modules that each extra installs.
 _EXTRAS = {
@@ -406,7 +398,7 @@ def _settings(
 ) -> ServerSettings:
     from svdpp.serve.auth import read_secrets
     from svdpp.serve.server import check_config
-    from svdpp.serve.service import ServerSettings
+    from svdpp.serve.settings import ServerSettings
 
     config = check_config(config, sizes)
     steps, frames = config.sampling.num_inference_steps, config.sampling.frames

@@ -127,7 +127,7 @@ async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) ->
         form = _validate(FileForm, fields)
         assert isinstance(form, FileForm)
         file = await run_in_own_thread(
-            service.batches.add_file, form.file.file, form.file.filename or "", owner
+            service.batches.files.add, form.file.file, form.file.filename or "", owner
         )
     return _file_view(service, file)
 
@@ -136,7 +136,7 @@ async def create_file(request: Request, service: ServiceDep, owner: OwnerDep) ->
 def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
     """Show a file of request lines, or a file with the results of a batch."""
     if (results := _find_results(service, id, owner)) is None:
-        return _file_view(service, service.batches.file(id, owner))
+        return _file_view(service, service.batches.files.get(id, owner))
     batch, errors = results
     written = service.batches.results(batch, errors=errors, view=service.video)
     return FileView(
@@ -157,8 +157,8 @@ def get_file(id: str, service: ServiceDep, owner: OwnerDep) -> FileView:
 def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
     """Send a file of request lines, or a file with the results that a batch has so far."""
     if (results := _find_results(service, id, owner)) is None:
-        file = service.batches.file(id, owner)
-        path = service.batches.content(file)
+        file = service.batches.files.get(id, owner)
+        path = service.batches.files.content(file)
         return PrivateFile(path, file.name, file.sha256, file.created_at, kind=_LINES_TYPE)
     batch, errors = results
     written = service.batches.results(batch, errors=errors, view=service.video)
@@ -168,7 +168,7 @@ def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
 @routes.delete("/v1/files/{id}")
 def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
     """Remove a file of request lines. A file with results is removed together with its videos."""
-    service.batches.remove_file(id, owner)
+    service.batches.files.remove(id, owner)
     return DeletedFile(id=id)
 
 

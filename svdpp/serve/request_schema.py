@@ -38,13 +38,7 @@ from svdpp.config.sampling import as_whole, frames_of_seconds, params_by_field
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.loras import LoraCatalog
-from svdpp.serve.schemas import (
-    IMAGE_FIELD,
-    ApiError,
-    format_size,
-    invalid_request,
-    params_to_json,
-)
+from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_request, params_to_json
 
 #: Fields that a model may not accept although clients send them, each with a hint for the error.
 _UNSUPPORTED = {

@@ -32,7 +32,7 @@ from svdpp.launch.process_lifetime import exit_with_signal_code
 from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.serve import batch_routes, routes
 from svdpp.serve.auth import Keys
-from svdpp.serve.batches import MAX_LINES
+from svdpp.serve.batch_lines import MAX_LINES
 from svdpp.serve.clock import SteadyClock
 from svdpp.serve.middleware import MAX_BATCH_BYTES, MAX_JSON_BYTES, AuthMiddleware
 from svdpp.serve.periodic_thread import PeriodicThread
@@ -40,7 +40,8 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, enforce_retention, move_orphans_aside
 from svdpp.serve.routes import OwnerDep, ServiceDep
 from svdpp.serve.schemas import ErrorResponse, install_error_handlers
-from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.service import Service
+from svdpp.serve.settings import ServerSettings
 from svdpp.serve.store import FileStore
 from svdpp.worker.routes import resolve_clip_config
 

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
 from loguru import logger
 
-from svdpp.config import ClipRequest, PipelineConfig
-from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
+from svdpp.config import ClipRequest
 from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.driver.clips import ClipProgress
-from svdpp.errors import InputError, OutputError
+from svdpp.errors import OutputError
 from svdpp.media import output_files
-from svdpp.media.images import MAX_PIXELS
-from svdpp.media.inputs import input_remarks
 from svdpp.serve.auth import Owner
 from svdpp.serve.batches import Batches
 from svdpp.serve.clips import Admission
@@ -40,95 +34,24 @@ from svdpp.serve.job import (
     seed_of,
 )
 from svdpp.serve.metrics import Metrics
-from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue, QueueFullError
+from svdpp.serve.request_files import RequestFiles
 from svdpp.serve.request_schema import Capabilities, VideoRequest
 from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job, remove_orphans
-from svdpp.serve.schemas import (
-    IMAGE_FIELD,
-    ApiError,
-    DeletedVideo,
-    Video,
-    video_from_job,
-    write_request_fields,
-)
+from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_from_job
+from svdpp.serve.settings import ServerSettings
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
+from svdpp.serve.subscribers import Subscribers
+from svdpp.serve.uploads import UploadStore
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
 
 # Maximum seconds in a `Retry-After` header. A client that waited longer would miss free places in
 # the queue.
 _MAX_RETRY = 600
-_LOOK_SECONDS = 0.25
 # Seconds between two searches for deleted jobs that ended on another server or before a restart.
 _REMOVAL_SECONDS = 30.0
-# Maximum number of queries per second by all subscribers together, to limit the load of the CPU.
-_LOOKS_PER_SECOND = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """Settings of a server: `config` of its pipeline, `folder` for all files, and limits."""
-
-    config: PipelineConfig
-    folder: Path
-    sizes: tuple[tuple[int, int], ...]
-    """Frame sizes that clients may request, each width and height in pixels."""
-    max_open: int
-    """Maximum number of jobs that are queued or in progress."""
-    max_steps: int = MAX_STEPS
-    max_frames: int = MAX_FRAMES
-    upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
-    """Maximum size in bytes of the body of a request for one clip."""
-    max_pixels: int = MAX_PIXELS
-    keep_seconds: float | None = None
-    keep_bytes: int | None = None
-    verifies_when_idle: bool = False
-    adopts: bool = False
-    """Whether the server accepts a data folder that has files of another queue or program."""
-    callback_hosts: Sequence[str] = ()
-    """Hosts that may get webhooks, each a name or an address with a port."""
-    callback_secrets: Sequence[bytes] = ()
-    queue_url: str | None = None
-    """URL of the PostgreSQL database that servers share; None: a file in `folder`."""
-    store_url: str | None = None
-    """URL of the store of files that servers share; None: files are in `folder`."""
-    lease_seconds: float = 30.0
-    """Seconds after which a claim ends if it is not renewed."""
-
-
-@dataclass
-class Subscribers:
-    """Clients that follow jobs. Each one polls its own job, so that none delays another."""
-
-    by_owner: Counter[str] = field(default_factory=Counter)
-    """Number of clients that follow a job, by the name of the API key."""
-    is_closed: bool = False
-    """Whether the server is ending. Clients then get a last event with the present state."""
-
-    @property
-    def total(self) -> int:
-        """Number of clients that follow a job."""
-        return self.by_owner.total()
-
-    def count(self, owner: str) -> int:
-        """Return the number of clients that follow a job with one API key."""
-        return self.by_owner[owner]
-
-    @contextlib.contextmanager
-    def subscribe(self, owner: str) -> Iterator[None]:
-        """Count one more client of an API key while the `with` block runs."""
-        self.by_owner[owner] += 1
-        try:
-            yield
-        finally:
-            self.by_owner[owner] -= 1
-
-    async def wait(self) -> None:
-        """Wait until a client may query its job again."""
-        await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))
 
 
 class Service:
@@ -150,12 +73,9 @@ class Service:
         """Unix time at which the server started."""
         self.is_closing = False
         """Whether the server is ending, and so rejects new jobs."""
-        for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
-            output_files.check_writable(self.folder / name)
-            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-            # `chmod` is needed because earlier versions created the folders with other modes.
-            (self.folder / name).chmod(0o700)
+        self._create_folders()
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
+        self._request_files = RequestFiles(self.uploads, queue.store)
         self._orphans: FileSnapshot = set()
         self.subscribers = Subscribers()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
@@ -191,24 +111,36 @@ class Service:
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
         )
-        self.batches = Batches(
-            queue,
+        self.batches = self._build_batches()
+        self.removal = PeriodicThread(
+            "removal",
+            self._remove_ended,
+            _REMOVAL_SECONDS,
+            error_message="removed clips keep their files",
+        )
+        """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
+
+    def _create_folders(self) -> None:
+        """Create the folders of files in the data folder, which only this user can read."""
+        for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
+            output_files.check_writable(self.folder / name)
+            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+            # `chmod` is needed because earlier versions created the folders with other modes.
+            (self.folder / name).chmod(0o700)
+
+    def _build_batches(self) -> Batches:
+        return Batches(
+            self.queue,
             self.capabilities,
             uploads=self.uploads,
-            keep_seconds=settings.keep_seconds,
+            request_files=self._request_files,
+            keep_seconds=self.settings.keep_seconds,
             check_accepts_jobs=lambda: self.check_accepts_jobs(has_limit=False),
             new_job=self._new_job,
-            check_uploads=self._check_uploads,
-            save_uploads=self._save_uploads,
             cancel_job=self.engine.cancel,
             on_stored=self.engine.dispatcher.wake,
             on_cancelled=self._on_waiting_cancelled,
         )
-        error_message = "removed clips keep their files"
-        self.removal = PeriodicThread(
-            "removal", self._remove_ended, _REMOVAL_SECONDS, error_message=error_message
-        )
-        """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
 
     def _on_changed(self, job: Job) -> None:
         # Each server counts only the clips that it has ended. A clip that was cancelled while it
@@ -380,9 +312,8 @@ class Service:
         """Store a job's files, then the job; remove the files if the job was not stored."""
         until = uptime() + ORPHAN_SCAN_SECONDS / 2
         with ExitStack() as uploads:
-            job = replace(
-                job, **self._save_uploads(request, job, uploads), created_at=self.queue.now()
-            )
+            values = self._request_files.save(request, job, uploads)
+            job = replace(job, **values, created_at=self.queue.now())
             try:
                 stored = self.queue.add(job, self.settings.max_open, owner.max_open, until=until)
             except QueueFullError as error:
@@ -396,59 +327,6 @@ class Service:
             if stored.id == job.id:
                 uploads.pop_all()
         return stored
-
-    def _check_uploads(self, request: VideoRequest, job: Job, decoded: DecodedImages) -> None:
-        """Check that the files of a request can be decoded; skip files that `decoded` has."""
-        for field_name, upload in request.files.items():
-            name, frames = sanitize_filename(upload.filename), _video_frames(job, field_name)
-            with self._errors_of(field_name):
-                self.uploads.check(upload.file, job.id, name, frames, job.owner, decoded)
-
-    @contextlib.contextmanager
-    def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Add the field's name to errors about an uploaded file that the `with` block raises."""
-        try:
-            yield
-        except InputError as error:
-            # The file also looks missing if the disk is not mounted; then `check` raises an error.
-            self.queue.store.check()
-            error.details["field"] = field_name
-            raise
-
-    def _save_uploads(
-        self,
-        request: VideoRequest,
-        job: Job,
-        uploads: ExitStack,
-        decoded: DecodedImages | None = None,
-    ) -> dict[str, Any]:
-        """Store the files of a request, and return the fields of the job that describe the files.
-
-        Closing `uploads` removes the files again.
-        """
-        values: dict[str, Any] = {"further_inputs": {}}
-        named = []
-        for field_name, upload in request.files.items():
-            is_input = field_name == IMAGE_FIELD
-            name = sanitize_filename(upload.filename)
-            frames, further = _video_frames(job, field_name), "" if is_input else field_name
-            with self._errors_of(field_name):
-                photo = self.uploads.save(
-                    upload.file, job.id, name, frames, further, job.owner, decoded
-                )
-            uploads.callback(self.queue.store.discard, photo.path)
-            self.queue.store.put(photo.path)
-            if is_input or field_name == LAST_IMAGE:
-                # Clients know the file by the name that they sent, not by its name on the server.
-                named.append(replace(photo, path=Path(name)))
-            if is_input:
-                values |= {"input_file": photo.path.name, "input_name": name}
-                values |= {"input_sha256": photo.sha256, "input_pixels": photo.width * photo.height}
-            else:
-                values["further_inputs"][field_name] = photo.sha256
-        remarks = input_remarks(named, job.sampling)
-        values["remarks"] = [write_request_fields(remark) for remark in remarks]
-        return values
 
     def _queue_full_error(self, details: Mapping[str, Any]) -> ApiError:
         """Return the error for a full queue, with the seconds until a clip will be finished."""
@@ -628,12 +506,3 @@ class Service:
             hint = "request it again" if job.state.is_final else "its status says how far it is"
             raise ApiError(409, "not_completed", text, hint, status=str(status))
         return job
-
-
-def _video_frames(job: Job, field_name: str) -> int:
-    """Return how many frames of a field's video a clip uses; 0 if the field takes an image."""
-    if field_name == LAST_IMAGE:
-        return 0
-    if field_name == IMAGE_FIELD:
-        return job.sampling.video_frames or 0
-    return job.sampling.frames

@@ -26,7 +26,8 @@ from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine import load
 from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.records import tensors_in
-from svdpp.models.memory import _convolution_backend, _FakeModel, _FlopCounter, estimate
+from svdpp.models.memory import FakeModel, FlopCounter, estimate
+from svdpp.models.memory_tracker import convolution_backend
 from svdpp.plan.roles import Roles
 from tests.models.test_registry import TinyModels
 from tests.support.allocations import allocated_peak
@@ -156,14 +157,14 @@ def test_fake_models_change_nothing_that_other_threads_share(
     for name in ("set_default_dtype", "set_num_threads"):
         monkeypatch.setattr(torch, name, refuse)
     model = replace(tiny_model.model, dtype="bf16")
-    _FakeModel(tiny_model.checkpoint, model, tiny_model.sampling, workspace_threads=1)
+    FakeModel(tiny_model.checkpoint, model, tiny_model.sampling, workspace_threads=1)
     assert seen == {(torch.float32, torch.float32, True)}
     assert own == {(torch.bfloat16, torch.bfloat16, torch.float32)}
 
 
 def test_flops_are_counted_without_hooks_of_other_threads() -> None:
     linear = torch.nn.Linear(2, 3)
-    with _FlopCounter() as counter:
+    with FlopCounter() as counter:
         assert not torch.nn.modules.module._has_any_global_hook()
         linear(torch.zeros(5, 2))
     assert counter.total == 2 * 5 * 2 * 3
@@ -186,7 +187,7 @@ def test_the_kernel_of_a_convolution_is_the_one_of_a_process_with_that_many_thre
                 torch.set_num_threads(threads)
                 expected = torch._C._select_conv_backend(*args).name
                 torch.set_num_threads(3 - threads)
-                assert _convolution_backend(args, threads) == expected, (args, threads)
+                assert convolution_backend(args, threads) == expected, (args, threads)
                 names.add(expected)
     torch.set_num_threads(before)
     assert "Mkldnn" in names

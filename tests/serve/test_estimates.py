@@ -30,7 +30,8 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.queue import JobQueue, QueueFullError
 from svdpp.serve.schemas import to_api_error
 from svdpp.serve.server import build
-from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.service import Service
+from svdpp.serve.settings import ServerSettings
 from svdpp.worker.messages import ActionDone, ClipDone, Heartbeat, Joined, RankStats, StepDone
 from tests.support.engines import (
     SAMPLING,

@@ -23,7 +23,8 @@ from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.request_schema import Capabilities
 from svdpp.serve.schemas import ApiError, to_api_error
 from svdpp.serve.server import build, list_models
-from svdpp.serve.service import ServerSettings, Service
+from svdpp.serve.service import Service
+from svdpp.serve.settings import ServerSettings
 from tests.serve.test_page import driver, opened
 from tests.support.builders import save_tiny_lora
 from tests.support.engines import job_of, taken

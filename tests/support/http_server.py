@@ -26,7 +26,7 @@ from svdpp.errors import Interrupted
 from svdpp.media.inputs import example_images
 from svdpp.serve.auth import Keys
 from svdpp.serve.server import Server, build
-from svdpp.serve.service import ServerSettings
+from svdpp.serve.settings import ServerSettings
 from tests.support.shell import PYTHONPATH, svdpp_here
 
 #: Options of a model whose steps only sleep, so that tests do not depend on the machine's speed.

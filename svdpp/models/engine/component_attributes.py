@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from svdpp.errors import ModelError
-from svdpp.models.engine.modular_state import NOT_STATE
-from svdpp.models.engine.records import snapshot_attributes, tensors_in
+from svdpp.models.engine.modular_state import NOT_STATE, StatePacker
+from svdpp.models.engine.records import is_unchanged, snapshot_attributes, tensors_in
 
 #: Attributes of a component or of its modules: name of the module (empty: the component itself),
 #: then name of the attribute.
@@ -62,3 +63,51 @@ def set_back_component(component: Any, before: Attributes) -> None:
         for added in attributes.keys() - before[name].keys():
             object.__delattr__(modules[name], added)
         vars(modules[name]).update(before[name])
+
+
+def pack_changed_attributes(
+    packer: StatePacker,
+    attributes: Mapping[str, Attributes],
+    before: Mapping[str, Attributes],
+    *,
+    denoisers: Collection[str],
+) -> dict[str, Any]:
+    """Pack the attributes of components that steps have changed, and return their structure.
+
+    Args:
+        packer: Packer of the packet.
+        attributes: Present attributes of each component, by the component's name.
+        before: Attributes of each component before the call.
+        denoisers: Names of the denoisers. An attribute of a denoiser that no packet can carry is a
+            memo, which the denoiser computes again. If it were state, the tests that end a call
+            after each step would fail.
+
+    Raises:
+        ModelError: No packet can carry a changed attribute of another component.
+    """
+    packed: dict[str, Any] = {}
+    for part, modules in attributes.items():
+        packed_modules = {}
+        for module, values in modules.items():
+            known = before[part].get(module, {})
+            nodes = {}
+            for name, value in values.items():
+                if name in known and is_unchanged(known[name], value):
+                    continue
+                if part in denoisers and not _is_packable(packer, value):
+                    continue
+                label = ".".join(filter(None, (part, module, name)))
+                nodes[name] = packer.pack(value, label)
+            if nodes:
+                packed_modules[module] = nodes
+        if packed_modules:
+            packed[part] = packed_modules
+    return packed
+
+
+def _is_packable(packer: StatePacker, value: Any) -> bool:
+    try:
+        packer.describe(value)
+    except ModelError:
+        return False
+    return True

@@ -57,6 +57,39 @@ def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
     return any(name in denoisers for name in block.component_names)
 
 
+def names_read(
+    blocks: Any, block: Any, kwargs_mapping: Mapping[str, list[str]]
+) -> tuple[set[str], set[str]]:
+    """Return the names of all values that a block and later blocks declare as inputs.
+
+    Args:
+        blocks: Tree of blocks of a pipeline.
+        block: Leaf of the tree.
+        kwargs_mapping: Names of values by the kind of keyword arguments, of the `PipelineState`.
+
+    Returns:
+        Names of the inputs, and names of the values by whose presence conditional blocks choose a
+        branch.
+    """
+    leaves = leaf_blocks(blocks)
+    first = next(index for index, (leaf, _) in enumerate(leaves) if leaf is block)
+    # A container that repeats the block may run earlier blocks again.
+    repeating = [each for each in leaves[first][1] if repeats_blocks(each)]
+    for index, (_, containers) in enumerate(leaves):
+        if any(each in repeating for each in containers):
+            first = min(first, index)
+    names, triggers = set[str](), set[str]()
+    for leaf, containers in leaves[first:]:
+        for each in (leaf, *containers):
+            triggers.update(filter(None, getattr(each, "block_trigger_inputs", ())))
+            if each is not leaf and each not in repeating:
+                continue
+            for value in each.inputs:
+                names.update(filter(None, (value.name,)))
+                names.update(kwargs_mapping.get(value.kwargs_type, ()))
+    return names, triggers
+
+
 # --- the values of a BlockState -------------------------------------------------------------------
 
 

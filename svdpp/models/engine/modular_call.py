@@ -52,6 +52,7 @@ from svdpp.models.engine.component_attributes import (
     Attributes,
     attributes_of,
     modules_of,
+    pack_changed_attributes,
     set_back_component,
     snapshot_component,
 )
@@ -60,8 +61,7 @@ from svdpp.models.engine.modular_blocks import (
     SubBlockEntry,
     generators_in,
     is_denoising_loop,
-    leaf_blocks,
-    repeats_blocks,
+    names_read,
     same_in,
     traced_block_state,
     uses_denoisers,
@@ -70,7 +70,6 @@ from svdpp.models.engine.modular_blocks import (
 from svdpp.models.engine.modular_state import StatePacker, StateUnpacker
 from svdpp.models.engine.records import (
     Node,
-    is_unchanged,
     patch_methods,
     step_latent,
     tensors_differ,
@@ -451,6 +450,11 @@ class ModularCall:
             else [name, packer.pack(value, f"block.{name}")]
             for name, value in values.items()
         ]
+        # After the last step, the pipeline may have begun another series of steps.
+        after = self._after_last_step if is_inside else {}
+        attributes = {
+            name: after.get(name) or attributes_of(part) for name, part in self._parts.items()
+        }
         self._structure = {
             "steps": self._steps,
             "latents": latents,  # the latent need not be a part of the state
@@ -462,7 +466,9 @@ class ModularCall:
                 for kind, names in self._state.kwargs_mapping.items()
             },
             "loop": None if place is None else {**place, "block_state": block_state},
-            "attributes": self._packed_attributes(self._after_last_step if is_inside else {}),
+            "attributes": pack_changed_attributes(
+                packer, attributes, self._before, denoisers=self._denoisers
+            ),
             "inner": self._packed_inner() if is_inside else None,
         }
         raise _Stop
@@ -474,7 +480,7 @@ class ModularCall:
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
-        read, triggers = self._names_read()
+        read, triggers = names_read(self.pipe._blocks, self._block, self._state.kwargs_mapping)
         for name, value in self._state.values.items():
             if name not in read | triggers:
                 continue
@@ -484,69 +490,6 @@ class ModularCall:
             else:
                 packed.append([name, packer.pack(value, f"state.{name}", may_be_absent=True)])
         return packed
-
-    def _names_read(self) -> tuple[set[str], set[str]]:
-        """Return the names of all values that the current block and later blocks declare as inputs.
-
-        The second set has the names of values by whose presence conditional blocks choose a branch.
-        """
-        every = leaf_blocks(self.pipe._blocks)
-        at = next(place for place, (leaf, _) in enumerate(every) if leaf is self._block)
-        repeating = [each for each in every[at][1] if repeats_blocks(each)]
-        for place, (_, around) in enumerate(every):
-            if any(each in repeating for each in around):
-                at = min(at, place)
-        names, triggers = set[str](), set[str]()
-        for leaf, around in every[at:]:
-            for block in (leaf, *around):
-                triggers.update(filter(None, getattr(block, "block_trigger_inputs", ())))
-                if block is not leaf and block not in repeating:
-                    continue
-                for value in block.inputs:
-                    names.update(filter(None, (value.name,)))
-                    names.update(self._state.kwargs_mapping.get(value.kwargs_type, ()))
-        return names, triggers
-
-    def _packed_attributes(self, known: Mapping[str, Attributes]) -> dict[str, Any]:
-        """Return the structure of the attributes of components that steps have changed.
-
-        Args:
-            known: Attributes to pack, by component; present ones of components that are not named.
-                After the last step, the pipeline may have begun another series of steps.
-        """
-        packed: dict[str, Any] = {}
-        for part, component in self._parts.items():
-            is_denoiser = part in self._denoisers
-            modules = {}
-            every = known[part] if part in known else attributes_of(component)
-            for module, attributes in every.items():
-                before = self._before[part].get(module, {})
-                changed = {
-                    name: value
-                    for name, value in attributes.items()
-                    if name not in before or not is_unchanged(before[name], value)
-                }
-                nodes = {}
-                for name, value in changed.items():
-                    # An attribute of a denoiser that no packet can carry is a memo, which the
-                    # denoiser computes again. If it were state, the tests that end a call after
-                    # each step would fail.
-                    if is_denoiser and not self._is_packable(value):
-                        continue
-                    label = ".".join(filter(None, (part, module, name)))
-                    nodes[name] = self._packer.pack(value, label)
-                if nodes:
-                    modules[module] = nodes
-            if modules:
-                packed[part] = modules
-        return packed
-
-    def _is_packable(self, value: Any) -> bool:
-        try:
-            self._packer.describe(value)
-        except ModelError:
-            return False
-        return True
 
     def _packed_inner(self) -> Node:
         """Return the JSON for a packet that is made between two steps of one sub-block.

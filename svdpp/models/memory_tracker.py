@@ -1,0 +1,149 @@
+"""Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions.
+
+Temporary memory of other kernels is not counted, because torch tells only for CPU convolutions
+which kernel runs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from svdpp.models.engine.records import tensors_in
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Tracker of the bytes of all tensors (real or fake) that exist during its block.
+
+    `current` is the sum of all storages in bytes, and `peak` the highest sum so far.
+
+    Args:
+        known: Tensors that exist before the block.
+        workspace_threads: Number of intra-op threads of a rank on a CPU, for the temporary bytes of
+            convolutions. None: temporary bytes are not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.current = 0
+        self._workspace_threads = workspace_threads
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        for tensor in known:
+            self.add(tensor)
+        self._before = self.peak = self.current
+
+    @property
+    def peak_above_start(self) -> int:
+        """Peak bytes minus the bytes of the tensors that existed before the block."""
+        return self.peak - self._before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Helios factorises a matrix that is singular but for rounding. That may fail on this CPU
+        # although the ranks' devices can do it.
+        if func is torch.ops.aten._linalg_check_errors.default:
+            return None
+        result = None
+        if func in _WITHOUT_DATA and isinstance(args[0], FakeTensor):
+            result = _WITHOUT_DATA[func](*args)
+        if result is None:
+            result = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(result):
+            self.add(tensor)
+        workspace = 0
+        threads = self._workspace_threads
+        if threads is not None and func is torch.ops.aten.convolution.default:
+            workspace = _convolution_workspace(args, result, threads)
+        self.peak = max(self.peak, self.current + workspace)
+        return result
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor until the storage is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._storages:
+            return
+        num_bytes = storage.nbytes()
+
+        def forget(_: object) -> None:
+            del self._storages[key]
+            self.current -= num_bytes
+
+        self.current += num_bytes
+        self._storages[key] = weakref.ref(storage, forget)
+
+
+# Fake tensors have no data. Where a result depends on data, the largest possible result is assumed:
+# a mask selects all elements, a condition is true, and a length exceeds the length of any tensor.
+
+
+def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    first = indices[0]
+    if first is None or first.dtype != torch.bool:
+        return None
+    return tensor.new_empty((first.numel(), *tensor.shape[first.dim() :]))
+
+
+def _number(tensor: Any) -> bool | int | None:
+    if tensor.dtype == torch.bool:
+        return True
+    is_known = tensor.is_floating_point() or tensor.constant is not None
+    return None if is_known else torch.iinfo(torch.int32).max
+
+
+_WITHOUT_DATA: Mapping[Any, Any] = {
+    torch.ops.aten.nonzero.default: lambda tensor: tensor.new_empty(
+        (tensor.numel(), tensor.dim()), dtype=torch.int64
+    ),
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten._local_scalar_dense.default: _number,
+}
+
+
+def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_threads: int) -> int:
+    """Return the temporary bytes of a CPU convolution, for the kernel that torch chooses.
+
+    oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
+    result out of blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy each patch of the
+    input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    """
+    tensor, weight = args[0], args[1]
+    backend = convolution_backend(args, num_threads)
+    if backend == "Mkldnn":
+        return int(max(tensor.nbytes + weight.nbytes, result.nbytes))
+    is_pointwise = all(size == 1 for size in weight.shape[2:])
+    if backend in ("Slow2d", "Slow3d") and not is_pointwise:
+        return int(weight[0].numel() * result.nbytes // result.shape[1])
+    return 0
+
+
+def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
+    """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
+
+    `torch._C._select_conv_backend` assumes the number of threads of this process. The number
+    matters if height and width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp):
+    with one thread, torch then uses oneDNN only for 16 or more images, a stride, or a dilation.
+
+    Args:
+        args: Arguments of `aten.convolution`.
+        num_threads: Number of intra-op threads of the process that will run the convolution.
+    """
+    tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
+    depends_on_threads = (
+        tensor.dtype == torch.float32
+        and tensor.shape[0] < 16
+        and all(size == 1 for size in (*weight.shape[2:][-2:], *stride, *dilation))
+    )
+    if depends_on_threads and num_threads == 1:
+        return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
+    if depends_on_threads:
+        # With a dilation, torch selects the same kernel as for several threads, even if this
+        # process has one thread. A weight of width 1 has the same result with any dilation.
+        dilation = [*dilation[:-1], 2]
+    args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
+    name = str(torch._C._select_conv_backend(*args).name)
+    return name.replace("Dilated", "") if depends_on_threads else name

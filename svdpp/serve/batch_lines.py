@@ -1,0 +1,280 @@
+"""Lines of a batch: reading and checks, the faults of all lines, and the results of their jobs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Annotated, Any, BinaryIO, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from svdpp.errors import SvdppError, describe_fault, error_from_dict
+from svdpp.serve.auth import Owner
+from svdpp.serve.job import Job, JobState
+from svdpp.serve.middleware import MAX_JSON_BYTES
+from svdpp.serve.request_schema import Capabilities, VideoRequest, parse_json
+from svdpp.serve.schemas import ApiError, BatchLineResult, LineError, Video, to_api_error
+
+#: Maximum number of lines of one batch.
+MAX_LINES = 10_000
+#: Maximum number of faults that a response lists. Further faults are only counted.
+MAX_FAULTS = 1000
+# Maximum number of characters of a `custom_id`.
+_MAX_CUSTOM_ID = 512
+# Maximum bytes of images in memory at the same time; the last image may exceed the limit.
+_SLICE_BYTES = 32 * 2**20
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    custom_id: Annotated[str, Field(min_length=1, max_length=_MAX_CUSTOM_ID)]
+    method: Literal["POST"]
+    url: Literal["/v1/videos"]
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckedLine:
+    """Line of a batch whose fields are valid, with the request (and its images) and the new job.
+
+    `job` is not stored yet.
+    """
+
+    number: int
+    custom_id: str
+    request: VideoRequest
+    job: Job
+
+
+@dataclass
+class LineFaults:
+    """Collection of the faults of a batch's lines.
+
+    All faults are counted; the first ones are kept.
+    """
+
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    total: int = 0
+    lines: set[int] = field(default_factory=set)
+
+    def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
+        """Add the faults of one line: one fault for each field that an error names."""
+        each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
+        self.total += len(each)
+        self.lines.add(line)
+        for fault in each[: MAX_FAULTS - len(self.faults)]:
+            name = fault.get("field", error.details.get("field"))
+            # If an error names several fields, its hint is kept only for the unknown field, because
+            # it is about that field.
+            has_hint = len(each) == 1 or "unknown" in fault["reason"]
+            self.faults.append(
+                {
+                    "line": line,
+                    "custom_id": custom_id,
+                    "param": name,
+                    "code": error.code,
+                    "message": f"{name} {fault['reason']}" if fault else error.message,
+                    "hint": error.hint if has_hint else "",
+                }
+            )
+
+
+class LineReader:
+    """Reader of the lines of batches, which checks the fields of each line.
+
+    Args:
+        capabilities: Limits for the requests in lines.
+        new_job: Function that checks the fields of a request, and returns the job. It also gets the
+            text from which the seed is derived, and the hashes of LoRAs by name.
+    """
+
+    def __init__(
+        self,
+        capabilities: Capabilities,
+        new_job: Callable[[VideoRequest, Owner, str | None, Mapping[str, str]], Job],
+    ) -> None:
+        self._capabilities = capabilities
+        self._new_job = new_job
+
+    def check_all(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
+        """Check the fields of all lines of a file, without the images.
+
+        Returns:
+            Number of lines, and the SHA-256 of each LoRA that they name, by name.
+
+        Raises:
+            ApiError: A line has a fault; the details name the faults of all lines.
+        """
+        faults, total, loras = LineFaults(), 0, dict[str, str]()
+        for checked in self.read(source, owner, "", {}, faults):
+            total += 1
+            loras |= {lora.name: str(lora.sha256) for lora in checked.job.loras}
+            del checked  # frees the memory of the line's images before the next line is read
+        if faults.total:
+            raise faulty_batch_error(faults)
+        return total, loras
+
+    def read(
+        self,
+        source: BinaryIO,
+        owner: Owner,
+        seed_key: str,
+        loras: Mapping[str, str],
+        faults: LineFaults,
+    ) -> Iterator[CheckedLine]:
+        """Yield the lines of a file that have valid fields; add faults of other lines to `faults`.
+
+        Args:
+            source: Open file with the lines.
+            owner: Owner of the lines.
+            seed_key: Text from which seeds are derived, with the line's `custom_id`.
+            loras: SHA-256 of LoRAs by name, which replace those of the servers that run now.
+            faults: Collection of faults.
+
+        Raises:
+            ApiError: The file has no lines, or too many lines.
+        """
+        custom_ids: dict[str, int] = {}
+        total = 0
+        for number, text in _read_lines(source):
+            total += 1
+            if total > MAX_LINES:
+                message = f"the batch has more than {MAX_LINES} lines"
+                raise ApiError(422, "too_many_lines", message, "split the file", limit=MAX_LINES)
+            custom_id = None
+            try:
+                line = _parse_line(text)
+                custom_id = line.custom_id
+                first = custom_ids.setdefault(custom_id, number)
+                if first != number:
+                    message = f"custom_id {custom_id[:60]!r} is that of line {first} already"
+                    raise ApiError(
+                        422, "repeated_custom_id", message, field="custom_id", first_line=first
+                    )
+                request = self._capabilities.validate(line.body)
+                job = self._new_job(request, owner, f"{seed_key}\0{custom_id}", loras)
+            except SvdppError as error:
+                faults.add(number, custom_id or _custom_id_in(text), line_fault(error))
+            else:
+                yield CheckedLine(number, custom_id, request, job)
+        if not total:
+            hint = 'each line is {"custom_id", "method": "POST", "url": "/v1/videos", "body"}'
+            raise ApiError(422, "empty_batch", "the batch has no lines", hint)
+
+
+def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
+    """Take at most `most` of the next lines; stop when their images exceed `_SLICE_BYTES`."""
+    taken: list[CheckedLine] = []
+    size = 0
+    for line in islice(lines, most):
+        taken.append(line)
+        size += sum(file.size or 0 for file in line.request.files.values())
+        if size >= _SLICE_BYTES:
+            break
+    return taken
+
+
+def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Yield number and bytes of each line that is not empty.
+
+    Lines that are too long are truncated.
+    """
+    source.seek(0)
+    number = 0
+    while text := source.readline(MAX_JSON_BYTES + 1):
+        number += 1
+        rest = text
+        while len(rest) > MAX_JSON_BYTES and not rest.endswith(b"\n"):
+            rest = source.readline(MAX_JSON_BYTES + 1)
+        text = text.removeprefix(b"\xef\xbb\xbf").strip() if number == 1 else text.strip()
+        if text:
+            yield number, text
+
+
+def _parse_line(text: bytes) -> _Line:
+    """Parse a line, without a check of the request in its body.
+
+    Raises:
+        ApiError: The line is too long, is not a JSON object, or has unknown or missing keys.
+    """
+    if len(text) > MAX_JSON_BYTES:
+        limit = MAX_JSON_BYTES
+        message = f"the line is longer than {limit // 2**20} MiB"
+        raise ApiError(
+            422, "line_too_long", message, "make the image in the line smaller", limit_bytes=limit
+        )
+    try:
+        values = parse_json(text)
+        if not isinstance(values, dict):
+            raise ValueError("the JSON value is not an object")
+    except (ValueError, RecursionError) as error:
+        reason = str(error)
+        message = f"it is no JSON object: {reason}"
+        raise ApiError(422, "invalid_json", message, reason=reason) from None
+    try:
+        return _Line.model_validate(values)
+    except ValidationError as error:
+        faults = [
+            {"field": ".".join(map(str, each["loc"])), "reason": describe_fault(each)}
+            for each in error.errors(include_url=False)
+        ]
+        text_ = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults)
+        hint = 'each line is {"custom_id", "method": "POST", "url": "/v1/videos", "body"}'
+        raise ApiError(422, "invalid_line", text_, hint, faults=faults) from None
+
+
+def _custom_id_in(text: bytes) -> str | None:
+    """Return the `custom_id` of a faulty line; None if the line has none."""
+    with suppress(ValueError, RecursionError):
+        values = json.loads(text)
+        if isinstance(values, dict) and isinstance(values.get("custom_id"), str):
+            return str(values["custom_id"])[:_MAX_CUSTOM_ID]
+    return None
+
+
+def line_fault(error: SvdppError) -> ApiError:
+    """Convert an error to the fault of a line. Errors of the server itself are raised again."""
+    fault = to_api_error(error)
+    if fault.status >= 500:
+        raise error
+    return fault
+
+
+def faulty_batch_error(faults: LineFaults) -> ApiError:
+    """Return the error for a batch whose lines have faults."""
+    first = [f"line {fault['line']}: {fault['message']}" for fault in faults.faults[:3]]
+    number = len(faults.lines)
+    text = f"{number} line{'s have' if number > 1 else ' has'} faults: {'; '.join(first)}"
+    return ApiError(
+        422,
+        "invalid_batch",
+        text,
+        "details.faults has all of them; nothing of the batch is stored",
+        faults=faults.faults,
+        num_faults=faults.total,
+    )
+
+
+def line_result(job: Job, video: Video) -> BatchLineResult:
+    """Return the line of a batch's output file or error file for a job that has ended.
+
+    Args:
+        job: Job of the line.
+        video: The API's representation of the job.
+    """
+    response: dict[str, Any] | None = {"status_code": 200, "request_id": job.id, "body": video}
+    error = None
+    if job.state is JobState.CANCELLED:
+        response, error = None, LineError(code="batch_cancelled", message="it was cancelled")
+    elif job.error is not None and video.error is not None:
+        status = to_api_error(error_from_dict(job.error)).status
+        response = {"status_code": status, "request_id": job.id, "body": video}
+        error = LineError(code=video.error.code, message=video.error.message)
+    id = f"batch_req_{job.id.removeprefix('video_')}"
+    return BatchLineResult.model_validate(
+        {"id": id, "custom_id": job.custom_id, "response": response, "error": error}
+    )

@@ -1,0 +1,111 @@
+"""Images and videos of a request: check that they can be decoded, and storage with the job."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.errors import InputError
+from svdpp.media.inputs import input_remarks
+from svdpp.serve.job import Job
+from svdpp.serve.request_schema import VideoRequest
+from svdpp.serve.schemas import IMAGE_FIELD, write_request_fields
+from svdpp.serve.store import FileStore
+from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
+
+
+class RequestFiles:
+    """Checks and storage of the images and videos of a request.
+
+    Args:
+        uploads: Folder of uploaded files.
+        store: Store of the jobs' files.
+    """
+
+    def __init__(self, uploads: UploadStore, store: FileStore) -> None:
+        self._uploads = uploads
+        self._store = store
+
+    def check(self, request: VideoRequest, job: Job, decoded: DecodedImages) -> None:
+        """Check that the files of a request can be decoded.
+
+        Args:
+            request: Request of a clip.
+            job: New job of the request.
+            decoded: Known results of decoders, which get the results for these files, too.
+
+        Raises:
+            InputError: A file cannot be decoded, or exceeds a limit.
+        """
+        for field_name, upload in request.files.items():
+            name, frames = sanitize_filename(upload.filename), _video_frames(job, field_name)
+            with self._errors_of(field_name):
+                self._uploads.check(upload.file, job.id, name, frames, job.owner, decoded)
+
+    @contextlib.contextmanager
+    def _errors_of(self, field_name: str) -> Iterator[None]:
+        """Add the field's name to errors about an uploaded file that the `with` block raises."""
+        try:
+            yield
+        except InputError as error:
+            # The file also looks missing if the disk is not mounted; then `check` raises an error.
+            self._store.check()
+            error.details["field"] = field_name
+            raise
+
+    def save(
+        self,
+        request: VideoRequest,
+        job: Job,
+        uploads: ExitStack,
+        decoded: DecodedImages | None = None,
+    ) -> dict[str, Any]:
+        """Store the files of a request, and return the fields of the job that describe the files.
+
+        Args:
+            request: Request of a clip.
+            job: New job of the request.
+            uploads: Stack that gets a callback for each stored file, which removes the file.
+            decoded: Known results of decoders; see `UploadStore.save`.
+
+        Raises:
+            InputError: A file cannot be decoded, or exceeds a limit.
+            OutputError: A file cannot be stored.
+        """
+        values: dict[str, Any] = {"further_inputs": {}}
+        named = []
+        for field_name, upload in request.files.items():
+            is_input = field_name == IMAGE_FIELD
+            name = sanitize_filename(upload.filename)
+            frames, further = _video_frames(job, field_name), "" if is_input else field_name
+            with self._errors_of(field_name):
+                file = self._uploads.save(
+                    upload.file, job.id, name, frames, further, job.owner, decoded
+                )
+            uploads.callback(self._store.discard, file.path)
+            self._store.put(file.path)
+            if is_input or field_name == LAST_IMAGE:
+                # Clients know the file by the name that they sent, not by its name on the server.
+                named.append(replace(file, path=Path(name)))
+            if is_input:
+                values |= {"input_file": file.path.name, "input_name": name}
+                values |= {"input_sha256": file.sha256, "input_pixels": file.width * file.height}
+            else:
+                values["further_inputs"][field_name] = file.sha256
+        remarks = input_remarks(named, job.sampling)
+        values["remarks"] = [write_request_fields(remark) for remark in remarks]
+        return values
+
+
+def _video_frames(job: Job, field_name: str) -> int:
+    """Return how many frames of a field's video a clip uses; 0 if the field takes an image."""
+    if field_name == LAST_IMAGE:
+        return 0
+    if field_name == IMAGE_FIELD:
+        return job.sampling.video_frames or 0
+    return job.sampling.frames

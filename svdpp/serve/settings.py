@@ -1,0 +1,51 @@
+"""Settings of a server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from svdpp.config import PipelineConfig
+from svdpp.config.limits import MAX_FRAMES, MAX_STEPS
+from svdpp.media.images import MAX_PIXELS
+from svdpp.serve.middleware import DEFAULT_MAX_UPLOAD_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Settings of a server: configuration of its pipeline, data folder, and limits."""
+
+    config: PipelineConfig
+    folder: Path
+    """Data folder, with the queue and all files."""
+    sizes: tuple[tuple[int, int], ...]
+    """Frame sizes that clients may request, each width and height in pixels."""
+    max_open: int
+    """Maximum number of jobs that are queued or in progress."""
+    max_steps: int = MAX_STEPS
+    """Maximum number of denoising steps of a clip."""
+    max_frames: int = MAX_FRAMES
+    """Maximum number of frames of a clip."""
+    upload_bytes: int = DEFAULT_MAX_UPLOAD_BYTES
+    """Maximum size in bytes of the body of a request for one clip."""
+    max_pixels: int = MAX_PIXELS
+    """Maximum number of pixels of an uploaded image."""
+    keep_seconds: float | None = None
+    """Age in seconds at which clips are removed; None: they are kept."""
+    keep_bytes: int | None = None
+    """Total size in bytes of the clips above which the oldest are removed; None: no limit."""
+    verifies_when_idle: bool = False
+    """Whether the server verifies finished clips while its ranks have no work."""
+    adopts: bool = False
+    """Whether the server accepts a data folder that has files of another queue or program."""
+    callback_hosts: Sequence[str] = ()
+    """Hosts that may get webhooks, each a name or an address with a port."""
+    callback_secrets: Sequence[bytes] = ()
+    """Secrets with which webhooks are signed."""
+    queue_url: str | None = None
+    """URL of the PostgreSQL database that servers share; None: a file in `folder`."""
+    store_url: str | None = None
+    """URL of the store of files that servers share; None: files are in `folder`."""
+    lease_seconds: float = 30.0
+    """Seconds after which a claim ends if it is not renewed."""

@@ -1,0 +1,46 @@
+"""Count of the clients that follow jobs, and the rate at which they query the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+# Minimum seconds between two queries of one subscriber.
+_LOOK_SECONDS = 0.25
+# Maximum number of queries per second by all subscribers together, to limit the load of the CPU.
+_LOOKS_PER_SECOND = 200
+
+
+@dataclass
+class Subscribers:
+    """Clients that follow jobs. Each one polls its own job, so that none delays another."""
+
+    by_owner: Counter[str] = field(default_factory=Counter)
+    """Number of clients that follow a job, by the name of the API key."""
+    is_closed: bool = False
+    """Whether the server is ending. Clients then get a last event with the present state."""
+
+    @property
+    def total(self) -> int:
+        """Number of clients that follow a job."""
+        return self.by_owner.total()
+
+    def count(self, owner: str) -> int:
+        """Return the number of clients that follow a job with one API key."""
+        return self.by_owner[owner]
+
+    @contextlib.contextmanager
+    def subscribe(self, owner: str) -> Iterator[None]:
+        """Count one more client of an API key while the `with` block runs."""
+        self.by_owner[owner] += 1
+        try:
+            yield
+        finally:
+            self.by_owner[owner] -= 1
+
+    async def wait(self) -> None:
+        """Wait until a client may query its job again."""
+        await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))
