@@ -120,12 +120,11 @@ def generate(
         reader = SourceReader(
             model_config, checkpoint, parameters, format=policy.format, folder=images
         )
-        jobs = reader.jobs(inputs, prompts, negative_prompt, seeds)
-        jobs = name_and_count_jobs(jobs, policy)
-        from_image = jobs[0].made_from.media_file is not None
+        requested = reader.jobs(inputs, prompts, negative_prompt, seeds)
+        jobs = name_and_count_jobs(requested, policy)
         request = PipelineRequest(
             model=model_config,
-            sampling=reader.sampling(from_image=from_image),
+            sampling=reader.sampling(from_image=jobs[0].made_from.media_file is not None),
             device=device,
             layout=layout,
             num_ranks=world_size,

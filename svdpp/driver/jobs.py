@@ -369,16 +369,22 @@ def plan_clips(
                 replaces=is_changed,
             )
         )
-    # Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once.
-    order = ordered_by_loras(clip.job.made_from.loras for clip in plan.clips)
-    plan.clips = [plan.clips[place] for place in order]
-    # All ranks wait for the first images, so small images come first. Other images are prepared
-    # while the ranks work.
-    num_first = config.parallel.data_parallel_size
-    first = [clip for clip in plan.clips if not _is_large(clip.job)][:num_first]
-    others = {clip.index for clip in first}
-    plan.clips = first + [clip for clip in plan.clips if clip.index not in others]
+    plan.clips = _ordered(plan.clips, num_first=config.parallel.data_parallel_size)
     return plan
+
+
+def _ordered(clips: Sequence[PlannedClip], *, num_first: int) -> list[PlannedClip]:
+    """Return the clips in the order in which the ranks make them.
+
+    Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. But
+    all ranks wait for the first `num_first` images, so small images come first. The other images
+    are prepared while the ranks work.
+    """
+    order = ordered_by_loras(clip.job.made_from.loras for clip in clips)
+    by_loras = [clips[index] for index in order]
+    first = [clip for clip in by_loras if not _is_large(clip.job)][:num_first]
+    first_indices = {clip.index for clip in first}
+    return first + [clip for clip in by_loras if clip.index not in first_indices]
 
 
 def _is_large(job: RunJob) -> bool:

@@ -22,7 +22,7 @@ from svdpp.launch import process_group
 from svdpp.launch.fork_server import modules_for
 from svdpp.launch.rendezvous import RendezvousConfig, join_ranks
 from svdpp.launch.worker_group import WorkerGroup, start_ranks
-from svdpp.launch.world import find_world
+from svdpp.launch.world import World, find_world
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.parallel import LayoutName
 from svdpp.worker.messages import Event, Started
@@ -48,6 +48,14 @@ def _check_arguments(
     for limit in (history_clips, trace_clips):
         wrong = f"history_clips and trace_clips must be 1 or more, got {limit}"
         require(limit is None or limit >= 1, wrong, got=limit, minimum=1)
+
+
+def _choose_backend(config: PipelineConfig, world: World | None) -> str:
+    """Return the backend of `torch.distributed`, after a check that this host has the devices."""
+    backend = process_group.choose_backend(config.device, config.world_size)
+    num_local = config.world_size if world is None else world.local_size
+    process_group.check_devices(config.device, num_local, launched=world is not None)
+    return backend
 
 
 class PipelineRanks:
@@ -89,9 +97,7 @@ class PipelineRanks:
                 checkpoint=checkpoint,
             )
             config, self.layout_reason = request.resolve()
-        self.backend = process_group.choose_backend(config.device, config.world_size)
-        num_local = config.world_size if self.world is None else self.world.local_size
-        process_group.check_devices(config.device, num_local, launched=self.world is not None)
+        self.backend = _choose_backend(config, self.world)
         self.config, self.checkpoint = resolve_config(
             config, world=self.world, checkpoint=checkpoint
         )
@@ -124,6 +130,10 @@ class PipelineRanks:
             max_failures=history_clips,
         )
         self._supervisor: Supervisor | None = None
+        self._create_thread()
+
+    def _create_thread(self) -> None:
+        """Create the pipeline's thread, and the locks and flags that it shares with callers."""
         # The thread is a daemon, so that a program that never leaves the `with` block can still
         # end.
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)

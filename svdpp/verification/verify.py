@@ -96,33 +96,47 @@ def verify(
             config, layout=layout, num_clips=len(requests), launched=find_world()
         )
         config = request.resolve()[0]
+    clips = range(len(requests))
     with temp_folder("svdpp-verify-") as folder:
         pipelined, sequential = folder / "pipelined", folder / "sequential"
-        for kept in (pipelined, sequential):
-            kept.mkdir()
-        with open_observer(pipelined.name, config.layout.schedule(len(requests))) as observer:
-            observers = (observer, *observers)
-            made = run_pipelined(config, requests, pipelined, fault, observers)
-        with open_observer(
-            sequential.name, config.single_rank().layout.schedule(len(requests))
-        ) as alone:
-            steps = {end for clip in range(len(requests)) for _, end in _range_ends(config, clip)}
+        pipelined.mkdir()
+        sequential.mkdir()
+        schedule = config.layout.schedule(len(requests))
+        with open_observer(pipelined.name, schedule) as observer:
+            made = run_pipelined(config, requests, pipelined, fault, (observer, *observers))
+        schedule = config.single_rank().layout.schedule(len(requests))
+        with open_observer(sequential.name, schedule) as observer:
+            steps = {end for clip in clips for _, end in _range_ends(config, clip)}
             expected = run_reference(
-                config, requests, steps=steps, tensor_folder=sequential, observers=(alone,)
+                config, requests, steps=steps, tensor_folder=sequential, observers=(observer,)
             )
-        ours, theirs = TensorStore(pipelined), TensorStore(sequential)
-        compare = _Comparison(config, ours, theirs, tolerance)
-        checks = [check for clip in range(len(requests)) for check in compare.clip(clip)]
-        sides: dict[Side, list[dict[str, Any]]] = {"ranks": made, "reference": expected}
-        short = tuple(side for side, clips in sides.items() if any(map(_had_pressure, clips)))
-        named = {"reference": "the sequential result"} if config.model.is_dummy else {}
-        return VerificationResult(
-            tuple(checks),
-            made[0]["conditions"],
-            tolerance,
-            short_of_memory=short,
-            **named,
-        )
+        compare = _Comparison(config, TensorStore(pipelined), TensorStore(sequential), tolerance)
+        checks = [check for clip in clips for check in compare.clip(clip)]
+    return _result(config, checks, made, expected, tolerance)
+
+
+def _result(
+    config: PipelineConfig,
+    checks: Sequence[Check],
+    made: Sequence[dict[str, Any]],
+    expected: Sequence[dict[str, Any]],
+    tolerance: Tolerance,
+) -> VerificationResult:
+    """Return the result of a verification.
+
+    Args:
+        config: Configuration of the pipelined run.
+        checks: Comparisons of tensors.
+        made: Metadata of each clip of the pipelined run.
+        expected: Metadata of each clip of the sequential run.
+        tolerance: Allowed differences.
+    """
+    sides: dict[Side, Sequence[dict[str, Any]]] = {"ranks": made, "reference": expected}
+    short = tuple(side for side, clips in sides.items() if any(map(_had_pressure, clips)))
+    named = {"reference": "the sequential result"} if config.model.is_dummy else {}
+    return VerificationResult(
+        tuple(checks), made[0]["conditions"], tolerance, short_of_memory=short, **named
+    )
 
 
 def _had_pressure(metadata: dict[str, Any]) -> bool:
@@ -206,28 +220,27 @@ def run_reference(
         folder=tensor_folder,
         predictions=config.parallel.cfg_parallel_size > 1,
     )
-    hashes: dict[int, dict[str, Any]] = {}
-
-    def collect(rank: int, event: object) -> None:  # noqa: ARG001
-        if isinstance(event, ClipDone):
-            hashes[event.clip] = event.metadata
-
     process_group.check_devices(alone.device, 1)
-    backend = process_group.choose_backend(alone.device, 1)
     group = start_ranks(
         _reference_main,
         setup,
         world_size=1,
-        backend=backend,
+        backend=process_group.choose_backend(alone.device, 1),
         device=alone.device,
         start_timeout=alone.start_timeout_seconds,
     )
+    metadata: dict[int, dict[str, Any]] = {}
+
+    def collect(rank: int, event: object) -> None:  # noqa: ARG001
+        if isinstance(event, ClipDone):
+            metadata[event.clip] = event.metadata
+
     supervisor = Supervisor(group, alone, collect, *observers)
     try:
-        supervisor.supervise(lambda: len(hashes) == len(setup.requests))
+        supervisor.supervise(lambda: len(metadata) == len(requests))
     finally:
         supervisor.kill()
-    return [hashes[clip] for clip in sorted(hashes)]
+    return [metadata[clip] for clip in sorted(metadata)]
 
 
 def _reference_main(launch: LaunchContext, setup: ReferenceSetup) -> None:
