@@ -228,7 +228,7 @@ class ClosedError(SvdppError, RuntimeError):
 
 
 class NotFiniteError(SvdppError, RuntimeError):
-    """Error for a clip whose latent or frames became NaN or infinite. Other clips are not lost."""
+    """Error for a clip whose latent or frames became NaN or infinite. Other clips continue."""
 
     exit_code = 9
     meaning = "a latent is not finite"
@@ -242,7 +242,7 @@ class TargetMissedError(SvdppError, RuntimeError):
 
 
 class ServerError(SvdppError, RuntimeError):
-    """Error for a server that cannot be reached, rejects the key, or has lost a clip."""
+    """Error for a server that cannot be reached, rejects the key, or no longer has a clip."""
 
     exit_code = 11
     meaning = "the server of a run cannot be used"
@@ -316,7 +316,7 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
 
     Args:
         errors: One or more errors.
-        count: Beginning of the returned error's message, such as `2 of 5 lost`.
+        count: Beginning of the returned error's message, such as `2 of 5 clips failed`.
     """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})

@@ -180,7 +180,7 @@ def compare(a: Path, b: Path) -> Comparison:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         folders = f"{str(a)!r} or {str(b)!r}"
         raise InputError(
-            f"{folders} holds no bench that can be compared: {error!r}",
+            f"{folders} holds no benchmark that can be compared: {error!r}",
             details={"folders": [str(a), str(b)], "problem": repr(error)},
         ) from error
 

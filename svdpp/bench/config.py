@@ -279,20 +279,20 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
     return config
 
 
-def pipeline_config(asked: BenchConfig, launched: World | None = None) -> PipelineConfig:
+def pipeline_config(bench_config: BenchConfig, launched: World | None = None) -> PipelineConfig:
     """Return the configuration that `svdpp run` would make from the same options.
 
     Args:
-        asked: Configuration of the benchmark.
+        bench_config: Configuration of the benchmark.
         launched: World of the launcher that started this process; None if none did.
 
     Raises:
         RequestError: The fields contradict each other, or do not suit the model or the machine.
     """
-    ranks, workload = asked.pipeline, asked.workload
-    shape = tuple(asked.model.latent_shape)
+    ranks, workload = bench_config.pipeline, bench_config.workload
+    shape = tuple(bench_config.model.latent_shape)
     model = ModelConfig(
-        dummy_latent_shape=shape, **asked.model.model_dump(exclude={"latent_shape"})
+        dummy_latent_shape=shape, **bench_config.model.model_dump(exclude={"latent_shape"})
     )
     checkpoint = None if is_built_in(model) else find_checkpoint(model, weights=False)
     family = "svd" if checkpoint is None else checkpoint.family
@@ -309,7 +309,7 @@ def pipeline_config(asked: BenchConfig, launched: World | None = None) -> Pipeli
     given = ranks.model_dump(exclude_defaults=True, include=set(_Layout.model_fields))
     costs = None if ranks.costs is None else with_hosts_of(find_costs(ranks.costs), launched)
     request = PipelineRequest(
-        model=replace(model, dtype=asked.precision or default_dtype(device, family)),
+        model=replace(model, dtype=bench_config.precision or default_dtype(device, family)),
         sampling=sampling,
         device=device,
         parallel=layout_fields(given),

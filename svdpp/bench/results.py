@@ -39,10 +39,10 @@ class Results:
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
         self.run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
-        self.folder = root / bench.asked.experiment / self.run_id
+        self.folder = root / bench.bench_config.experiment / self.run_id
         with output_files.disk_errors(f"{str(self.folder)!r} cannot be created"):
             self.folder.mkdir(parents=True)
-        output_files.write_text(self.folder / CONFIG, bench.asked.to_yaml())
+        output_files.write_text(self.folder / CONFIG, bench.bench_config.to_yaml())
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
@@ -76,15 +76,15 @@ class Results:
         cases = {case: _case(bench, case) for case in bench.cases}
         rounds = sorted(bench.rounds_of(PIPELINE), key=lambda done: done.metrics.makespan)
         median, traces = rounds[(len(rounds) - 1) // 2], [done.trace for done in rounds]
-        source = f"measured by: svdpp bench, {bench.asked.experiment}/{self.run_id}"
+        source = f"measured by: svdpp bench, {bench.bench_config.experiment}/{self.run_id}"
         costs = median_costs(bench.config, None, traces, source=source)
         limits = analyze(median.metrics, path, "--pipeline.{}={}").to_json()
         found = {
             "schema_version": SCHEMA_VERSION,
-            "experiment": bench.asked.experiment,
+            "experiment": bench.bench_config.experiment,
             "run_id": self.run_id,
-            "config": json.loads(json.dumps(bench.asked.model_dump())),
-            "config_sha256": bench.asked.sha256,
+            "config": json.loads(json.dumps(bench.bench_config.model_dump())),
+            "config_sha256": bench.bench_config.sha256,
             "flops": bench.flops._asdict(),
             "cases": cases,
             "speedups": _speedups(cases),
@@ -92,7 +92,7 @@ class Results:
             "latents_sha256": [latent for latent, _ in bench.rounds_of(PIPELINE)[0].sha256],
             "limits": {"round": median.number, **limits},
         }
-        found["targets"] = [each._asdict() for each in outcomes(bench.asked.targets, found)]
+        found["targets"] = [each._asdict() for each in outcomes(bench.bench_config.targets, found)]
         output_files.write_json(path, costs.to_json())
         output_files.write_json(self.folder / SUMMARY, found)
         with output_files.disk_errors(f"{TABLE} cannot be written"):
@@ -184,7 +184,7 @@ def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
     metrics, forecast = done.metrics, done.metrics.forecast_seconds
     steps, ranks = [step.end - step.start for step in done.trace.steps], done.metrics.ranks
     wall = sum(rank.wall for rank in ranks)
-    peaks = peaks_of(metrics, bench.config.model.dtype, bench.asked.measure.peak_tflops)
+    peaks = peaks_of(metrics, bench.config.model.dtype, bench.bench_config.measure.peak_tflops)
     speed = speed_of_run(metrics, bench.flops, peaks)
     parts = ("compute", "wait", "transfer", "idle", "unaccounted")
     values = {

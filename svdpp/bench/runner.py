@@ -49,15 +49,15 @@ class Round:
 class Bench:
     """Benchmark: configuration, cases and measured rounds."""
 
-    asked: BenchConfig
+    bench_config: BenchConfig
     config: PipelineConfig
     rounds: list[Round] = field(default_factory=list)
     out_of_memory: dict[str, OutOfMemoryError] = field(default_factory=dict)
     """Out-of-memory errors of baselines that do not fit on the devices, by case."""
 
     def __post_init__(self) -> None:
-        self.requests = _requests(self.asked, self.config)
-        self.asked = self.asked.with_defaults_from(self.config)
+        self.requests = _requests(self.bench_config, self.config)
+        self.bench_config = self.bench_config.with_defaults_from(self.config)
         self.cases = cases_of(self.config)
 
     @cached_property
@@ -71,14 +71,14 @@ class Bench:
         Raises:
             RequestError: A target's metric will not be measured.
         """
-        dtype, given = self.config.model.dtype, self.asked.measure.peak_tflops
+        dtype, user_peak = self.config.model.dtype, self.bench_config.measure.peak_tflops
         on_gpu = self.config.device != "cpu"
         names = [gpu.name for gpu in visible_gpus()] if on_gpu else [""]
         check_measurable(
-            self.asked.targets,
+            self.bench_config.targets,
             self.cases,
             on_gpu=on_gpu,
-            is_peak_known=bool(given) or all(peak_tflops(name, dtype) for name in names),
+            is_peak_known=bool(user_peak) or all(peak_tflops(name, dtype) for name in names),
         )
 
     def rounds_of(self, case: str) -> list[Round]:
@@ -106,7 +106,7 @@ class Bench:
             keep: Function that gets each measured round.
             open_observer: Function that opens the progress display.
         """
-        repeats = self.asked.measure.repeats
+        repeats = self.bench_config.measure.repeats
         self.flops  # noqa: B018  counted before any measurement, which an error here would waste
         for number, case in turns(self.cases, repeats):
             if case in self.out_of_memory:
@@ -143,7 +143,7 @@ class Bench:
         # replica to the decoders in turn.
         parallel = config.parallel
         num_routes = parallel.data_parallel_size * parallel.num_decoders
-        num_warmups = self.asked.measure.warmups * num_routes
+        num_warmups = self.bench_config.measure.warmups * num_routes
         warmups = [self.requests[i % len(self.requests)] for i in range(num_warmups)]
         clips = [*warmups, *self.requests]
         trace = Trace(config.world_size, first_clip=num_warmups)
@@ -183,19 +183,21 @@ def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
         yield number, names[(number + position) % len(names)]
 
 
-def launched_pipelines(asked: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
+def launched_pipelines(bench_config: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
     """Yield the pipelines that a rank other than rank 0 joins under a launcher, one after another.
 
     Between two pipelines, rank 0 may measure diffusers, and the other ranks wait up to a week. If
     rank 0 ends, the launcher ends the other ranks.
 
     Args:
-        asked: Configuration of the benchmark.
+        bench_config: Configuration of the benchmark.
         config: Configuration of the benchmark's pipeline, the same on all ranks.
     """
     cases = cases_of(config)
-    configs = [cases[case] for _, case in turns(cases, asked.measure.repeats) if case != ONE_DEVICE]
-    configs += [config] if asked.profile else []
+    configs = [
+        cases[case] for _, case in turns(cases, bench_config.measure.repeats) if case != ONE_DEVICE
+    ]
+    configs += [config] if bench_config.profile else []
     for each in configs:
         reset_peak()
         yield Pipeline(replace(each, start_timeout_seconds=_BETWEEN_PIPELINES_SECONDS))
@@ -214,11 +216,11 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
     return {**cases, ONE_DEVICE: config.single_rank()}
 
 
-def _requests(asked: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
+def _requests(bench_config: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
     """Return requests for all inputs with the first seed, then with the second seed, and so on."""
     is_dummy = config.model.is_dummy
-    inputs = [ClipInput()] if is_dummy else _inputs(asked.workload, config)
-    return round_robin(inputs, asked.measure.seeds, asked.workload.clips)
+    inputs = [ClipInput()] if is_dummy else _inputs(bench_config.workload, config)
+    return round_robin(inputs, bench_config.measure.seeds, bench_config.workload.clips)
 
 
 def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:

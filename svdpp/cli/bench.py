@@ -199,14 +199,14 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
     from svdpp.cli.progress import Progress
 
     kept = Results(results, one)
-    model, clips = one.config.model, pluralize(one.asked.workload.clips, "clip")
-    rounds = pluralize(one.asked.measure.repeats, "round")
+    model, clips = one.config.model, pluralize(one.bench_config.workload.clips, "clip")
+    rounds = pluralize(one.bench_config.measure.repeats, "round")
     console.info(f"{rounds} of {clips}, {model.name} {model.dtype}, {one.config.layout}")
     if model.name in (*DEMO_MODELS, DUMMY_MODEL):
         console.info("this model is a toy, and its figures say nothing about real models")
     progress = partial(Progress, console, costs=one.config.costs, ranks=False)
     one.run(console.info, kept.add, progress)
-    if one.asked.profile:
+    if one.bench_config.profile:
         console.info("one clip under torch.profiler, in a separate run")
         one.profile(kept.folder / PROFILE)
     summary = kept.finish()

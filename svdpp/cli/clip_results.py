@@ -1,4 +1,4 @@
-"""Result that `svdpp run` prints: a line for each clip, and an error if clips are lost."""
+"""Result that `svdpp run` prints: a line for each clip, and an error if clips have failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def print_clips(
     folder: Path,
     skipped: Sequence[dict[str, Any]],
     made: Sequence[dict[str, Any]],
-    lost: Sequence[dict[str, Any]],
+    failed: Sequence[dict[str, Any]],
 ) -> None:
     """Print the result as JSON, or a line for each clip.
 
@@ -24,33 +24,33 @@ def print_clips(
         folder: Folder of the clips.
         skipped: Metadata of clips that were finished before the run.
         made: Metadata of clips that the run has made.
-        lost: Entries for lost clips, each with `error` and `output`. `output` is None for an input
-            of which no clip was made.
+        failed: Entries for failed clips, each with `error` and `output`. `output` is None for an
+            input of which no clip was made.
     """
-    clips = [*skipped, *made, *lost]
+    clips = [*skipped, *made, *failed]
     console.json({"schema_version": 1, "folder": str(folder), "clips": clips})
     for metadata in skipped:
         console.result(f"{folder / metadata['output']}  (was finished)")
     for metadata in made:
         console.result(f"{folder / metadata['output']}")
-    for clip in lost:
+    for clip in failed:
         name = folder / clip["output"] if clip["output"] else "(no clip)"
-        console.result(f"{name}  (lost: {clip['error']['message']})")
+        console.result(f"{name}  (failed: {clip['error']['message']})")
 
 
-def raise_lost(lost: Sequence[dict[str, Any]], num_clips: int) -> None:
-    """Raise the error with the highest exit code, if clips are lost.
+def raise_failed(failed: Sequence[dict[str, Any]], num_clips: int) -> None:
+    """Raise the error with the highest exit code, if clips have failed.
 
     Args:
-        lost: Entries as for `print_clips`.
-        num_clips: Number of all clips, including the lost ones.
+        failed: Entries as for `print_clips`.
+        num_clips: Number of all clips, including the failed ones.
 
     Raises:
-        SvdppError: A clip is lost.
+        SvdppError: A clip has failed.
     """
-    if not lost:
+    if not failed:
         return
-    errors = [error_from_dict(clip["error"]) for clip in lost]
-    error = worst_of(errors, f"{len(lost)} of {pluralize(num_clips, 'clip')} lost")
-    error.details |= {"lost": len(lost), "clips": num_clips}
+    errors = [error_from_dict(clip["error"]) for clip in failed]
+    error = worst_of(errors, f"{len(failed)} of {pluralize(num_clips, 'clip')} failed")
+    error.details |= {"lost": len(failed), "clips": num_clips}
     raise error

@@ -197,7 +197,7 @@ class Progress(Bars):
         self._ended = time.monotonic()
         if isinstance(event, ClipFailed):
             self.num_failed += 1
-            self._print(f"{label} is lost: {event.error['message']}")
+            self._print(f"{label} failed: {event.error['message']}")
             return
         self.num_done += 1
         if self._has_ranks:
@@ -215,7 +215,7 @@ class Progress(Bars):
 
     @property
     def _lost(self) -> str:
-        return f", {self.num_failed} lost" if self.num_failed else ""
+        return f", {self.num_failed} failed" if self.num_failed else ""
 
     def _summary(self) -> str:
         now = time.monotonic()
@@ -445,7 +445,7 @@ class EventLog:
                 self._next_warning = time.monotonic() + _WARNING_SECONDS
                 log.warning("{}: {}", event.error["message"], event.error["hint"])
             case ClipFailed():
-                log.error("{} is lost: {}", clip, event.error["message"])
+                log.error("{} failed: {}", clip, event.error["message"])
             case Failed():
                 log.error("failed at {}: {}", event.action or "start", event.error["message"])
                 log.info("{}", event.traceback)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from svdpp.cli.clip_results import print_clips, raise_lost
+from svdpp.cli.clip_results import print_clips, raise_failed
 from svdpp.cli.command import command_settings, with_option_groups
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.dry_run import describe_run, show_plan
@@ -442,35 +442,35 @@ class RunCommand:
             input_errors: Errors of inputs and lines of which no clip is made.
 
         Raises:
-            SvdppError: A clip is lost or was rejected. Of several errors, the one with the highest
+            SvdppError: A clip failed or was rejected. Of several errors, the one with the highest
                 exit code is raised.
         """
         from svdpp.diagnostics.report import analyze
         from svdpp.driver.manifest import open_manifest
 
         console, policy = self.console, self.policy
-        lost: list[dict[str, Any]] = [
+        failed: list[dict[str, Any]] = [
             {"output": None, "error": console.error_record(error)} for error in input_errors
         ]
         table = policy.clip_table
-        manifest = open_manifest(policy.manifest, pipeline.config, clips, lost, table)
+        manifest = open_manifest(policy.manifest, pipeline.config, clips, failed, table)
         made, missing, metrics = self._run_pipeline(pipeline, clips, manifest)
-        lost += [
+        failed += [
             {"output": output, "error": console.error_record(error)}
             for output, error in missing.items()
         ]
         for failure in pipeline.failures:
             output = clips.resolver.output_of(clips.clips[failure.clip].job).path
             name = os.path.basename(output)
-            lost.append({"output": name, "error": console.error_record(failure.error)})
+            failed.append({"output": name, "error": console.error_record(failure.error)})
         if made and metrics is not None and metrics.clips > metrics.world_size:
             limits = analyze(metrics, policy.manifest).lines
             report = f"  svdpp report {shlex.quote(str(policy.manifest))}"
             console.info(*limits, report if limits else "")
         skipped = [each for each in clips.skipped if each["output"] not in missing]
-        print_clips(console, policy.folder, skipped, made, lost)
+        print_clips(console, policy.folder, skipped, made, failed)
         self._print_remarks(made)
-        raise_lost(lost, len(skipped) + len(made) + len(lost))
+        raise_failed(failed, len(skipped) + len(made) + len(failed))
 
     def _print_remarks(self, made: list[dict[str, Any]]) -> None:
         """Print remarks on the exactness of the clips, and a command that verifies a clip."""

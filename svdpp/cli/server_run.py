@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from svdpp.cli.clip_results import print_clips, raise_lost
+from svdpp.cli.clip_results import print_clips, raise_failed
 from svdpp.cli.console import Console, pluralize
 from svdpp.cli.options.declare import LAYOUT, RECOVERY, option
 from svdpp.cli.options.files import InputOptions, LogOptions, OutputOptions, PromptOptions
@@ -135,7 +135,7 @@ def run_at_server(
         log: Options of the log.
 
     Raises:
-        SvdppError: A line is wrong, a clip is lost, or the server cannot be used.
+        SvdppError: A line is wrong, a clip failed, or the server cannot be used.
     """
     from svdpp.client.connection import KEY_VARIABLE, connected
     from svdpp.client.server_model import server_model
@@ -271,7 +271,7 @@ class _ServerRun:
         """Request the missing clips from the server, download finished ones, and print all.
 
         Raises:
-            SvdppError: A clip is lost or was refused; the error with the highest exit code.
+            SvdppError: A clip failed or was refused; the error with the highest exit code.
         """
         from svdpp.client.batch_run import STATE_FILE, BatchRun, is_intact, read_state
         from svdpp.driver.clip_metadata import parse_clip_json
@@ -287,18 +287,18 @@ class _ServerRun:
         earlier: ServerState | None = read_state(folder / STATE_FILE) if keeps else None
         run = BatchRun(self.connection, self.model, self.reader, folder, wanted, console.info)
         made: dict[str, dict[str, Any]] = {}
-        lost: list[dict[str, Any]] = [
+        failed: list[dict[str, Any]] = [
             {"output": None, "error": console.error_record(error)} for error in self.input_errors
         ]
         if wanted:
-            self._make(run, earlier, wanted, before, made, lost)
+            self._make(run, earlier, wanted, before, made, failed)
         else:
             with self._manifest(before):
                 pass
         skipped = [before[clip.name] for clip in finished]
         new = [made[clip.name] for clip in wanted if clip.name in made]
-        print_clips(console, folder, skipped, new, lost)
-        raise_lost(lost, len(skipped) + len(new) + len(lost))
+        print_clips(console, folder, skipped, new, failed)
+        raise_failed(failed, len(skipped) + len(new) + len(failed))
 
     def _make(
         self,
@@ -307,9 +307,9 @@ class _ServerRun:
         wanted: Sequence[ServerClip],
         before: dict[str, dict[str, Any]],
         made: dict[str, dict[str, Any]],
-        lost: list[dict[str, Any]],
+        failed: list[dict[str, Any]],
     ) -> None:
-        """Request and download clips; add the JSON of each clip to `made`, and errors to `lost`."""
+        """Request and download clips; add their JSON to `made`, and errors to `failed`."""
         from svdpp.cli.progress import ServerProgress
         from svdpp.client.batch_run import Watchers
         from svdpp.worker.messages import ClipDone, ClipFailed
@@ -326,7 +326,7 @@ class _ServerRun:
 
         def on_lost(clip: ServerClip, error: dict[str, Any]) -> None:
             record = self.console.error_record(error_from_dict(error))
-            lost.append({"output": clip.output, "error": record})
+            failed.append({"output": clip.output, "error": record})
             event = ClipFailed(clip=index_of[clip.name], error=error)
             for observer in (progress, manifest):
                 observer(0, event)

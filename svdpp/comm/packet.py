@@ -77,8 +77,8 @@ class Packet:
         begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
             machine that holds the packet. A wall clock could be set back while a clip is made.
         tensors: Tensors by name, contiguous or not, on the rank's device or in host memory.
-        tombstone: Whether the clip is lost or cancelled. The packet then has no tensors, but is
-            still sent, because later ranks wait for it.
+        tombstone: Whether the clip has failed or was cancelled. The packet then has no tensors, but
+            is still sent, because later ranks wait for it.
         memory_pressure: Whether a rank that worked on the clip has run short of GPU memory, during
             this clip or earlier. cuDNN may then have used another kernel, with other bits.
         compute_seconds: Seconds of encode, steps and decode so far, summed over all ranks. If the
@@ -94,7 +94,7 @@ class Packet:
     compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
-        """Mark the clip as lost or cancelled, and drop the tensors of the packet."""
+        """Mark the clip as failed or cancelled, and drop the tensors of the packet."""
         self.tensors, self.tombstone = {}, True
 
 
@@ -195,7 +195,7 @@ class PacketMetadata:
 
     @property
     def tombstone(self) -> bool:
-        """Whether the clip is lost or cancelled, so that the packet has no tensors."""
+        """Whether the clip has failed or was cancelled, so that the packet has no tensors."""
         return self._packet.tombstone
 
     def check(self, clip: int, next_step: int, num_bytes: int, known: Specs) -> None:

@@ -76,11 +76,8 @@ def try_backends(config: PipelineConfig) -> list[BackendTrial]:
         config=trial_config, chosen=config.model.attention_backend, chosen_dtype=config.model.dtype
     )
     results = _run_processes(setup)
-    return [
-        trial
-        for name in results[0]
-        if (trial := _trial_of(name, setup, [each[name] for each in results])) is not None
-    ]
+    trials = (_trial_of(name, setup, [each[name] for each in results]) for name in results[0])
+    return [trial for trial in trials if trial is not None]
 
 
 def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:

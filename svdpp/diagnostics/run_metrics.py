@@ -205,7 +205,7 @@ def collect_run_metrics(
 def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
     """Return the metrics of the clips that a pipeline has made.
 
-    The metrics include the forecast of the seconds of the run, unless some clips are lost.
+    The metrics include the forecast of the seconds of the run, unless some clips failed.
 
     Args:
         pipeline: Pipeline that has ended.

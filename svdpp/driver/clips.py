@@ -98,7 +98,7 @@ class ClipHandle(Future[ClipResult]):
         self._progress_callbacks: list[Callable[[ClipHandle], object]] = []
 
     def running(self) -> bool:
-        """Whether a rank has begun the clip, and the clip is neither finished nor lost."""
+        """Whether a rank has begun the clip, and the clip is neither finished nor failed."""
         return self.progress.rank is not None and not self.done()
 
     def add_progress_callback(self, callback: Callable[[ClipHandle], object]) -> None:
@@ -128,7 +128,7 @@ class ClipHandle(Future[ClipResult]):
         happens. `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
 
         Returns:
-            Whether the clip is or will be cancelled; False if the clip is finished or lost.
+            Whether the clip is or will be cancelled; False if the clip is finished or has failed.
         """
         return self._owner.cancel(self)
 
@@ -139,7 +139,7 @@ class ClipHandle(Future[ClipResult]):
             timeout: Seconds to wait; None: no limit.
 
         Raises:
-            SvdppError: The clip is lost, or the run has ended before the clip was finished.
+            SvdppError: The clip failed, or the run has ended before the clip was finished.
             TimeoutError: The clip is not finished in time.
             CancelledError: The clip was cancelled.
             RuntimeError: The calling thread is the pipeline's own thread.
@@ -183,7 +183,8 @@ class ClipTracker:
             finished. None: there are no checkpoints.
         tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks
             send no tensors.
-        max_failures: Number of the latest lost clips that `failures` keeps; None: all lost clips.
+        max_failures: Number of the latest failed clips that `failures` keeps; None: all failed
+            clips.
     """
 
     def __init__(
@@ -221,12 +222,12 @@ class ClipTracker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every clip is finished or lost."""
+        """Whether every clip is finished or has failed."""
         return not self._open
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """Lost clips, in the order of their failures."""
+        """Failed clips, in the order of their failures."""
         with self._changed:
             return list(self._failures)
 
@@ -352,17 +353,17 @@ class ClipTracker:
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
         """Record how a clip has ended, once the ranks are done with it.
 
-        The checkpoints of a finished or cancelled clip are removed. The checkpoints of a lost clip
-        stay, so that a later run can resume the clip.
+        The checkpoints of a finished or cancelled clip are removed. The checkpoints of a failed
+        clip stay, so that a later run can resume the clip.
 
         Args:
             clip: Index of the clip.
-            outcome: Metadata of a finished clip, error of a lost clip, or None for a cancelled
+            outcome: Metadata of a finished clip, error of a failed clip, or None for a cancelled
                 clip.
         """
         handle = self._open.get(clip)
         request = self._cancelled.get(clip) if handle is None else handle.request
-        if request is None:  # the clip was already lost
+        if request is None:  # the clip had already failed
             return
         is_lost = isinstance(outcome, SvdppError)
         if request.output is not None or request.latents_key is not None:

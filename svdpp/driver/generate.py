@@ -198,7 +198,7 @@ def _make(
     """Make the planned clips; return all results, including kept clips, in job order.
 
     Raises:
-        SvdppError: A clip is lost, or the run has ended; the error has the finished clips.
+        SvdppError: A clip failed, or the run has ended; the error has the finished clips.
     """
     from svdpp.driver.clips import ClipResult  # this imports torch
 
@@ -218,7 +218,7 @@ def _make(
                         if on_result is not None:
                             on_result(results[index])
         if errors := [failure.error for failure in pipeline.failures]:
-            raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips lost")
+            raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips failed")
     except SvdppError as error:
         error.results = [results[index] for index in sorted(results)]
         raise

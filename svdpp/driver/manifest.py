@@ -65,7 +65,7 @@ def open_manifest(
     path: Path,
     config: PipelineConfig,
     clips: RunPlan,
-    lost: Sequence[Mapping[str, Any]],
+    failed: Sequence[Mapping[str, Any]],
     table: Path,
 ) -> RunManifest:
     """Return the manifest of a run that is about to begin.
@@ -74,8 +74,8 @@ def open_manifest(
         path: Path of `run.json`.
         config: Configuration of the pipeline.
         clips: Plan of the run: clips to make, and finished clips.
-        lost: Entry for each input with an error, from which no clip can be made. `output` is None,
-            and `error` is the error as a JSON object.
+        failed: Entry for each input with an error, from which no clip can be made. `output` is
+            None, and `error` is the error as a JSON object.
         table: Path of `clips.jsonl`.
     """
     run = {
@@ -86,7 +86,7 @@ def open_manifest(
         "num_inference_steps": config.sampling.num_inference_steps,
     }
     before = [{**_entry(made), **_host(made), "state": "done"} for made in clips.skipped]
-    before += [{**entry, "state": "failed"} for entry in lost]
+    before += [{**entry, "state": "failed"} for entry in failed]
     clip_table = ClipTable(table)
     rows: dict[int, str] = {
         index: clip_table.row_of_clip(index, job, made, "done")
@@ -99,7 +99,7 @@ def open_manifest(
         rows[clip.index] = clip_table.row_of_clip(clip.index, clip.job, metadata, "pending")
     errors = [
         clip_table.row_of_error(entry["error"], entry["error"].get("details", {}).get("line"))
-        for entry in lost
+        for entry in failed
     ]
     clip_table.fill([rows[index] for index in sorted(rows)] + errors)
     indices = [clip.index for clip in clips.clips]
@@ -125,7 +125,7 @@ class RunManifest:
         path: Path of `run.json`.
         run: Fields of `run.json` that describe the run as a whole.
         clips: Entry for each clip of the pipeline, by the clip's index.
-        before: Entries of clips that were finished or lost before the run began.
+        before: Entries of clips that were finished or failed before the run began.
         table: Table `clips.jsonl`, which is written with the manifest; None: there is no table.
         indices: Row in the table for each clip of the pipeline, by the clip's index.
 

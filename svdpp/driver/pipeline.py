@@ -50,7 +50,7 @@ class Pipeline(PipelineRanks):
         profile_path: Path of the torch.profiler trace of one clip on rank 0; "": no trace.
         shared_paths: Paths of images and output folders. Ranks on several hosts start only if these
             paths and `latents_folder` exist on every host.
-        history_clips: Number of the latest clips that `trace` keeps, and of the latest lost clips
+        history_clips: Number of the latest clips that `trace` keeps, and of the latest failed clips
             that `failures` keeps. A pipeline that runs for days needs a limit. None: no limit.
                     trace_clips: Number of the latest clips that `trace` keeps; None:
                         `history_clips`.
@@ -62,7 +62,7 @@ class Pipeline(PipelineRanks):
 
     @property
     def failures(self) -> list[ClipFailure]:
-        """Lost clips, in the order of their failures."""
+        """Failed clips, in the order of their failures."""
         return self._clips.failures
 
     # --- submission of clips, and their results -------------------------------------------------
@@ -111,7 +111,7 @@ class Pipeline(PipelineRanks):
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: A clip was lost (the error of the first lost clip is raised when all other
+            SvdppError: A clip failed (the error of the first failed clip is raised when all other
                 clips are finished), or the run ended with this error.
         """
         self._clips.check_may_wait()
@@ -125,7 +125,7 @@ class Pipeline(PipelineRanks):
         """Yield the result of each submitted clip as the clip finishes, until no clip is left.
 
         If several threads iterate, each result is yielded in only one of them. Results that a
-        handle's `result` has returned are not yielded. Lost clips are not yielded either; their
+        handle's `result` has returned are not yielded. Failed clips are not yielded either; their
         handles and `failures` have the errors.
 
         Raises:

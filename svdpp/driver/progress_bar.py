@@ -42,7 +42,7 @@ class ProgressBar(Progress):
         self._num_steps = list(num_steps)
         self._steps_left = [steps - done for steps, done in zip(num_steps, done_steps, strict=True)]
         self._finished_clips: set[int] = set()
-        self._lost_clips: set[int] = set()
+        self._failed_clips: set[int] = set()
         self._bar = self.add_task("", total=sum(self._steps_left))
         self._show()
 
@@ -57,7 +57,7 @@ class ProgressBar(Progress):
                 self._finished_clips.add(event.clip)
                 self._steps_left[event.clip] = 0
             case ClipFailed():
-                self._lost_clips.add(event.clip)
+                self._failed_clips.add(event.clip)
                 self._steps_left[event.clip] = 0
             case _:
                 return
@@ -65,7 +65,7 @@ class ProgressBar(Progress):
 
     def _show(self) -> None:
         text = f"{len(self._finished_clips)} of {len(self._num_steps)} clips"
-        if self._lost_clips:
-            text += f", {len(self._lost_clips)} lost"
+        if self._failed_clips:
+            text += f", {len(self._failed_clips)} failed"
         total = self.tasks[0].total or 0
         self.update(self._bar, description=text, completed=total - sum(self._steps_left))

@@ -419,11 +419,12 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
                 "give each task its own GPU, or use `device` cuda:0 to share one GPU over gloo",
                 details={"ranks": [other, rank], "uuid": event.uuid},
             )
+    of_rank_0 = started[0].conditions
     differences = [
-        {"rank": rank, "condition": name, "value": value, "rank_0_value": first}
+        {"rank": rank, "condition": name, "value": value, "rank_0_value": of_rank_0.get(name)}
         for rank, event in sorted(started.items())
         for name, value in event.conditions.items()
-        if name != ATTENTION_REPEATS and value != (first := started[0].conditions.get(name))
+        if name != ATTENTION_REPEATS and value != of_rank_0.get(name)
     ]
     if differences and not allowed:
         found = differences[0]

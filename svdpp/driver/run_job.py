@@ -10,8 +10,11 @@ from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
 #: Fields of `ClipRequest` that do not change the content of the clip: paths and finished steps.
-_PLACES = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
-_ASKED = tuple(each.name for each in fields(ClipRequest) if each.name not in _PLACES)
+_PATHS_AND_STEPS = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
+#: All other fields, which determine the content of the clip.
+_CONTENT_FIELDS = tuple(
+    each.name for each in fields(ClipRequest) if each.name not in _PATHS_AND_STEPS
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,5 +62,5 @@ def job_key(job: RunJob) -> str:
         Hash of 16 hex digits.
     """
     request = job.request()
-    asked = [(name, getattr(request, name)) for name in _ASKED]
-    return hashlib.sha256(repr(asked).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    content = [(name, getattr(request, name)) for name in _CONTENT_FIELDS]
+    return hashlib.sha256(repr(content).encode("utf-8", "surrogatepass")).hexdigest()[:16]

@@ -241,7 +241,7 @@ def kill_descendants() -> None:
     """Kill all descendants of this process; call this directly before the process ends.
 
     From this call on, this thread keeps the GIL, so that no other thread can report a killed ffmpeg
-    as a lost clip. (Python switches threads every 5 ms, and `os.kill` does not release the GIL.)
+    as a failed clip. (Python switches threads every 5 ms, and `os.kill` does not release the GIL.)
     """
     sys.setswitchinterval(1000)
     kill_with_children(children_of([os.getpid()]))

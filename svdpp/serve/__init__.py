@@ -1,1 +1,1 @@
-"""The HTTP service: a durable queue and a page over one pipeline."""
+"""HTTP service: a durable queue of jobs and a web page, for one pipeline."""

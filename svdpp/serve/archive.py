@@ -148,7 +148,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Return `name`, changed if it is in `taken`, and add it there. Case makes no difference."""
+    """Return a file name like `name` that is not in `taken`, ignoring case; add it to `taken`."""
     path, number, found = PurePath(name), 1, name
     while found.casefold() in taken:
         number += 1

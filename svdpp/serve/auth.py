@@ -64,7 +64,7 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
         return read_keys(key_file)
     if not is_loopback(host):
         raise RequestError(
-            f"`host` {host} lets other machines in, and there are no API keys",
+            f"`host` {host} accepts requests from other machines, and the server has no API keys",
             "svdpp serve --new-key NAME --api-key-file FILE creates a key; then add "
             "`api_key_file` FILE",
         )

@@ -63,7 +63,9 @@ def _check_file(value: Any) -> Any:
 _Name = Annotated[str, Field(max_length=_MAX_NAME)]
 _Value = Annotated[str, Field(max_length=_MAX_VALUE)]
 _Upload = Annotated[
-    UploadFile, BeforeValidator(_check_file), Field(description="The lines, each a JSON object.")
+    UploadFile,
+    BeforeValidator(_check_file),
+    Field(description="File of request lines, each a JSON object."),
 ]
 
 
@@ -71,22 +73,22 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     endpoint: Annotated[
-        Literal["/v1/videos"], Field(description="The route that the lines are requests of.")
+        Literal["/v1/videos"], Field(description="Route to which each line is a request.")
     ] = "/v1/videos"
     completion_window: Annotated[
-        str, Field(pattern=r"^[1-9][0-9]{0,3}[hd]$", description="Has no effect.")
+        str, Field(pattern=r"^[1-9][0-9]{0,3}[hd]$", description="Accepted, but has no effect.")
     ] = "24h"
     metadata: Annotated[
         Annotated[dict[_Name, _Value], Field(max_length=_MAX_PAIRS)] | None,
         BeforeValidator(_parse_metadata),
-        Field(description="Texts by name, which the batch shows."),
+        Field(description="Texts by name, which responses about the batch repeat."),
     ] = None
 
 
 class BatchRequest(_Options):
     """Body of `POST /v1/batches` as JSON."""
 
-    input_file_id: Annotated[str, Field(description="The id of the file of lines.")]
+    input_file_id: Annotated[str, Field(description="Id of the file of request lines.")]
 
 
 class BatchForm(_Options):
@@ -101,7 +103,7 @@ class FileForm(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     file: _Upload
-    purpose: Annotated[Literal["batch"], Field(description="What the file is for.")]
+    purpose: Annotated[Literal["batch"], Field(description="Purpose of the file.")]
 
 
 def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
@@ -221,8 +223,8 @@ async def create_batch(
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
     values: dict[str, Any]
     if kind == JSON_MEDIA_TYPE:
-        asked = _validate(BatchRequest, _json_object(await request.body()))
-        batch = await _create(service, owner, key, **asked.model_dump(exclude={"endpoint"}))
+        parsed = _validate(BatchRequest, _json_object(await request.body()))
+        batch = await _create(service, owner, key, **parsed.model_dump(exclude={"endpoint"}))
     elif kind in LINES_MEDIA_TYPES:
         async with _spooled(request) as source:
             batch = await _create(service, owner, key, source=source)
@@ -247,8 +249,8 @@ async def _create(service: Service, owner: Owner, key: str | None, **values: Any
 def list_batches(
     service: ServiceDep,
     owner: OwnerDep,
-    limit: Annotated[int, Query(ge=1, le=100, description="Of the number of batches.")] = 20,
-    after: Annotated[str | None, Query(description="The last id of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=100, description="Maximum number of batches.")] = 20,
+    after: Annotated[str | None, Query(description="Last id of the previous page.")] = None,
 ) -> BatchPage:
     """List the batches of this key, the newest first."""
     if after is not None:

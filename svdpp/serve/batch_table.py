@@ -303,7 +303,7 @@ class BatchTable:
         return [job for (job,) in self._backend.fetch_all(query, id)]
 
     def half_cancelled(self) -> list[str]:
-        """Return the ids of cancelled batches in which jobs still wait, after a server's death."""
+        """Return the ids of cancelled batches with queued jobs, which a killed server has left."""
         query = (
             "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
             "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"

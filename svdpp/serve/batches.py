@@ -51,7 +51,8 @@ RETENTION_SECONDS = 86400
 
 #: Route of the API to which each line of a batch is a request.
 ENDPOINT = "/v1/videos"
-# Seconds between two searches for batches that another server accepted, and between two cleanups.
+# Seconds between two searches for batches that another server has accepted, and between two
+# cleanups.
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
 # Number of lines whose images are decoded, or that become jobs, before another batch continues.
 _DECODED_LINES, _STORED_LINES = 16, 100
@@ -109,7 +110,7 @@ class Batches:
         # that the images need not be decoded again.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
-            "batches", self._run_once, _LOOK_SECONDS, error_message="a batch waits"
+            "batches", self._run_once, _LOOK_SECONDS, error_message="batches are not processed"
         )
         """Thread that turns the lines of accepted batches into jobs."""
 
@@ -311,7 +312,7 @@ class Batches:
 
     def _fail(self, batch: Batch, errors: Sequence[dict[str, Any]]) -> None:
         if self.table.fail(batch.id, errors):
-            logger.warning("{} is failed: {}", batch.id, errors[0]["message"])
+            logger.warning("{} failed: {}", batch.id, errors[0]["message"])
 
     def _check_images(
         self,
@@ -321,7 +322,7 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[None]:
-        """Decode the images of all lines, some at a time; add what is faulty to `faults`."""
+        """Decode the images of all lines, some at a time; add each fault to `faults`."""
 
         def check(line: CheckedLine) -> tuple[CheckedLine, ApiError | None]:
             try:
@@ -369,7 +370,7 @@ class Batches:
             self._on_stored()
             yield
         if batch.stored == batch.total:
-            logger.info("the lines of {} are videos now", batch.id)
+            logger.info("all lines of {} have become jobs", batch.id)
 
     def _jobs(
         self,

@@ -29,8 +29,8 @@ from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
 
 _MAX_SHAPES = 256
-# Seconds after the expected end of preparing a large image. If the image is not prepared by then,
-# its job is submitted like any other job.
+# Seconds beyond the expected time to prepare a large image. An image that is not prepared by then
+# is not waited for any longer: its job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 

@@ -26,7 +26,7 @@ from svdpp.worker.messages import Event, ImageReady
 
 _T = TypeVar("_T")
 
-#: Maximum number of attempts at one clip. An attempt is lost when ranks die during the clip.
+#: Maximum number of attempts at one clip. An attempt fails when ranks die while they make the clip.
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
@@ -131,10 +131,7 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Handle a rank's report that it has prepared an image; ignore other events.
-
-        Only `ImageReady` has an effect: the rank has prepared an image.
-        """
+        """Handle an `ImageReady` event: a rank has prepared an image. Ignore other events."""
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
@@ -235,7 +232,7 @@ class Dispatcher:
         if self.unavailable_reason not in ("", before):
             logger.error("{}: no clip is begun or accepted", self.unavailable_reason)
         elif before and not self.unavailable_reason:
-            logger.warning("the data folder can be used again: clips are made again")
+            logger.warning("the data folder can be used again")
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
@@ -325,7 +322,7 @@ class Dispatcher:
                 clip.handle.cancel()
 
     def record_results(self) -> None:
-        """Record in the queue which clips the pipeline has finished, lost or dropped."""
+        """Record in the queue which clips the pipeline has finished, failed or dropped."""
         while self._done:
             self._record_result(*self._done[0])
             self._done.popleft()
@@ -353,7 +350,7 @@ class Dispatcher:
         if isinstance(error, InputError) and clip.request.done_steps:
             # The latent checkpoint may be the cause of the failure. It is removed, and the clip
             # starts again.
-            logger.warning("{} starts again: {}", clip.job.id, error)
+            logger.warning("{} is made again: {}", clip.job.id, error)
             self._request_builder.remove_latents(clip.job)
             self._requeue(clip.job)
         else:
@@ -362,12 +359,12 @@ class Dispatcher:
     def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
         """Set a job to failed, or requeue it if its files may only be unreachable for a moment."""
         if not self._queue.store.is_mounted:
-            logger.warning("{} starts again once its files can be read: {}", job.id, error)
+            logger.warning("{} is made again once its files can be read: {}", job.id, error)
             self._requeue(job)
             self._check_storage()
         elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
             # The input was readable at its upload, so the disk may have failed for a moment.
-            logger.warning("{} starts again: {}", job.id, error)
+            logger.warning("{} is made again: {}", job.id, error)
             self._retried_files.append(job.id)
             self._requeue(job)
         elif self._record_failed(job, error):
@@ -406,7 +403,7 @@ class Dispatcher:
             self._retry_while_unavailable(functools.partial(self._queue.store.put, path))
         if "file_sha256" in metadata and not clip.exists():
             # The clip's file was removed, or another disk has been mounted over its folder.
-            logger.warning("{} starts again: the file of the finished clip is missing", job.id)
+            logger.warning("{} is made again: the file of the finished clip is missing", job.id)
             self._requeue(job)
             return
         # If another server has claimed the job, this change fails, and the clip's file is removed
@@ -428,7 +425,7 @@ class Dispatcher:
         return is_changed
 
     def _retry_while_unavailable(self, change: Callable[[], _T]) -> _T:
-        """Call a function for the queue or the files again and again until they are available.
+        """Call a function that uses the queue or the files; retry until they are available.
 
         Raises:
             OutputError: The queue or the files are still unavailable after the grace period.

@@ -237,7 +237,7 @@ def _volume(sampling: SamplingConfig) -> int:
 
 
 class Fleet:
-    """This server's view of all servers that share its queue.
+    """Servers that share a queue, as one of them sees them.
 
     If the queue is not shared, this server is the only one.
     """

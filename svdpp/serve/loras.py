@@ -79,7 +79,7 @@ class LoraCatalog:
         return tuple(replace(lora, sha256=min(hashes[lora.name])) for lora in loras)
 
     def missing_reason(self, loras: Iterable[Lora]) -> str | None:
-        """Return why this server cannot make a job that uses given LoRAs; None if it can."""
+        """Return why this server cannot make a job that uses these LoRAs; None if it can."""
         for lora in loras:
             if (lora.sha256, lora.expert) not in self._files:
                 return f"this server does not have the job's LoRA {lora.name}"
@@ -117,6 +117,6 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
     if len(hashes[name]) > 1:
         raise RequestError(
             f"`loras` {name[:60]!r} is one file at some servers and another file at others",
-            "whoever runs the servers can give the files different names",
+            "give the two files different names at the servers",
             details={**details, "sha256": sorted(hashes[name])},
         )

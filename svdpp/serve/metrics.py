@@ -32,40 +32,49 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "clips": ("Clips that reached a final state.", "state"),
     "rank_seconds": ("Seconds of each rank by state.", "rank", "state"),
     "verifications": ("Clips compared with one device.", "result"),
-    "http_requests": ("Answered requests.", "method", "route", "status"),
+    "http_requests": ("HTTP requests.", "method", "route", "status"),
 }
 #: Buckets, help text and labels of each histogram, by the histogram's name.
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
     "clip_seconds": (
         (0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 3600),
-        "From the ranks' taking of a clip to its file.",
+        "Seconds from the submission of a clip to the ranks until its file is written.",
     ),
     "step_seconds": (
         (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 120),
-        "One denoising step.",
+        "Seconds of one denoising step.",
         "rank",
     ),
     "http_request_seconds": (
         (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300),
-        "From the head of a request to the head of its answer.",
+        "Seconds from the headers of a request to the headers of its response.",
         "route",
         "status",
     ),
     "eta_error_ratio": (
         (-0.9, -0.5, -0.25, -0.1, -0.05, 0, 0.05, 0.1, 0.25, 0.5, 1, 2, 5),
-        "(Actual - promised) / promised seconds of completed clips.",
+        "Relative error of the ETA of completed clips: (actual - promised) / promised.",
     ),
 }
 #: Name and help text of each rank's gauges, by the field of `RankStats`. A gauge is left out if the
 #: rank's device does not report the value.
 _RANK_GAUGES: dict[str, tuple[str, str]] = {
-    "resident_bytes": ("rank_resident_bytes", "Resident set of each rank's process."),
-    "allocated_bytes": ("rank_gpu_allocated_bytes", "In tensors on each rank's GPU."),
-    "reserved_bytes": ("rank_gpu_reserved_bytes", "Held by torch's allocator on each rank's GPU."),
-    "peak_reserved_bytes": ("rank_gpu_peak_reserved_bytes", "Most that torch's allocator held."),
-    "gpu_load": ("rank_gpu_load_ratio", "Part of the time in which each rank's GPU ran a kernel."),
-    "gpu_memory_bytes": ("rank_gpu_memory_bytes", "In use on each rank's GPU, by all processes."),
-    "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU."),
+    "resident_bytes": ("rank_resident_bytes", "Bytes of the resident set of each rank's process."),
+    "allocated_bytes": ("rank_gpu_allocated_bytes", "Bytes of tensors on each rank's GPU."),
+    "reserved_bytes": (
+        "rank_gpu_reserved_bytes",
+        "Bytes that torch's allocator holds on each rank's GPU.",
+    ),
+    "peak_reserved_bytes": (
+        "rank_gpu_peak_reserved_bytes",
+        "Peak of the bytes that torch's allocator held on each rank's GPU.",
+    ),
+    "gpu_load": ("rank_gpu_load_ratio", "Fraction of time in which each rank's GPU ran a kernel."),
+    "gpu_memory_bytes": (
+        "rank_gpu_memory_bytes",
+        "Bytes in use on each rank's GPU, by all processes.",
+    ),
+    "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU in watts."),
 }
 # Number of latest ETA error ratios that are kept. The page shows their median.
 _KEPT_ERRORS = 1000
@@ -193,9 +202,14 @@ class Metrics(Collector):
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)
-        yield _gauge_by("state", "jobs", "Stored jobs by state; held ones do not count.", jobs)
+        yield _gauge_by(
+            "state",
+            "jobs",
+            "Stored jobs by state, without queued jobs that this server cannot make.",
+            jobs,
+        )
         for name, text, value in (
-            ("queue_age_seconds", "Age of the oldest waiting job.", age),
+            ("queue_age_seconds", "Seconds since the request of the oldest waiting job.", age),
             (
                 "unreadable_jobs",
                 "Jobs skipped since the start, because a newer svdpp has written them.",
@@ -203,23 +217,29 @@ class Metrics(Collector):
             ),
             (
                 "open_batch_lines",
-                "Lines of batches that have not ended, also those that are still checked.",
+                "Lines of batches that have not ended, including lines still being checked.",
                 self._num_open_lines(),
             ),
-            ("live_ranks", "Ranks alive.", num_ranks),
-            ("event_streams", "Open event streams and archives.", self._num_streams()),
-            ("verification_mismatch", "1 once a clip differed: an alert.", self._has_mismatch),
+            ("live_ranks", "Number of live ranks.", num_ranks),
+            ("event_streams", "Number of open event streams and archives.", self._num_streams()),
+            (
+                "verification_mismatch",
+                "1 if a verified clip has differed from its reference, otherwise 0.",
+                self._has_mismatch,
+            ),
         ):
             yield GaugeMetricFamily(f"svdpp_{name}", text, value)
         servers = {server["id"]: server for server in self._servers()}
         for name, text in (
-            ("seen_seconds", "Since each server said that it lives."),
-            ("ranks", "Ranks of each server."),
-            ("claims", "Clips that each server has."),
+            ("seen_seconds", "Seconds since the last report of each server."),
+            ("ranks", "Number of ranks of each server."),
+            ("claims", "Number of clips that each server has claimed."),
         ):
             values = {id: server[name] for id, server in servers.items()}
             yield _gauge_by("server", f"server_{name}", text, values)
-        yield CounterMetricFamily("svdpp_restarts", "Restarts of the ranks.", engine.restarts)
+        yield CounterMetricFamily(
+            "svdpp_restarts", "Number of restarts of the ranks.", engine.restarts
+        )
         yield from self._collect_ranks(num_ranks)
 
     def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
@@ -227,7 +247,7 @@ class Metrics(Collector):
         stats = self._stats
         moved = CounterMetricFamily(
             "svdpp_rank_moved_bytes",
-            "Bytes of tensors that each rank sent to others, or received.",
+            "Bytes of tensors that each rank has sent to or received from other ranks.",
             labels=["rank", "direction"],
         )
         for rank, each in stats.items():

@@ -115,7 +115,7 @@ class AuthMiddleware:
             else:
                 # A HEAD request is forwarded as GET, and uvicorn drops the body of the response.
                 # Event streams are excluded, because they never end, and archives, because their
-                # files would be read in vain.
+                # files would be read for nothing.
                 streams = ("/events", "/archive")
                 is_head = scope["method"] == "HEAD" and not scope["path"].endswith(streams)
                 forwarded_scope = {**scope, "method": "GET"} if is_head else scope

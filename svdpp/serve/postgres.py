@@ -80,7 +80,7 @@ def address_of(url: str) -> str:
         found, values = None, {}
     if found is None:
         raise RequestError(
-            "`queue` takes a URL such as postgresql://svdpp@db/svdpp; the given one cannot be read",
+            "`queue` takes a URL such as postgresql://svdpp@db/svdpp; this value is not such a URL",
             "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
             "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
             details={"field": "queue"},
@@ -397,7 +397,7 @@ class Connection:
             return self.raw.execute(_translated(query), values or None)
         except psycopg.Error as error:
             if self.is_overdue:
-                text = "no answer in time"
+                text = "no response in time"
                 raise psycopg.OperationalError(text) from error
             raise
         finally:

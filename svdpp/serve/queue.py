@@ -64,8 +64,8 @@ _SERVER_RETENTION_SECONDS = 86400
 
 
 _TOO_MANY_EXPIRED = RankError(
-    f"{sql.MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they had this clip",
-    "their logs say why; request it again if the clip is not what ended them",
+    f"{sql.MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they made this clip",
+    "the servers' logs have the reasons; request the clip again if it was not the cause",
     details={"lost_claims": sql.MAX_EXPIRED_LEASES},
 )
 
@@ -145,14 +145,14 @@ class JobQueue(JobQueries):
             self.close()
             raise RequestError(
                 f"the data folder {str(self.store.folder)!r} has clips (number: {len(clips)}), "
-                "and its queue has no video: a part of the queue is missing",
+                "but its queue has no jobs: a part of the queue is missing",
                 "restore queue.sqlite3 together with its queue.sqlite3-wal, or add `adopt` to "
                 "start with an empty queue: the clips go to lost+found",
                 details={"clips": len(clips), "clip": min(clips)},
             )
 
     def close(self) -> None:
-        """Close the database; do nothing the second time."""
+        """Close the database. A second call does nothing."""
         self.backend.close()
 
     @property
@@ -381,7 +381,7 @@ class JobQueue(JobQueries):
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA in seconds that the client was given; return whether the job exists."""
+        """Store the ETA in seconds that the client has got; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:

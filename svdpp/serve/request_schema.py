@@ -165,21 +165,31 @@ class VideoRequest(BaseModel):
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
         return named
 
-    model: Annotated[str | None, Field(description="The id in `/v1/models`, or nothing.")] = None
+    model: Annotated[
+        str | None, Field(description="Id of the server's model, as in `/v1/models`.")
+    ] = None
     seed: Annotated[
-        int | None, Field(ge=0, le=MAX_SEED, description="By default random."), _NUMBER
+        int | None,
+        Field(ge=0, le=MAX_SEED, description="Seed of the noise; by default random."),
+        _NUMBER,
     ] = None
     seconds: Annotated[
-        float | None, Field(gt=0, le=MAX_FRAMES, description="Instead of `frames`."), _NUMBER
+        float | None,
+        Field(
+            gt=0, le=MAX_FRAMES, description="Length of the clip in seconds, in place of `frames`."
+        ),
+        _NUMBER,
     ] = None
     size: Annotated[
-        str | None, Field(pattern=_SIZE, description="One of `sizes` in `/v1/models`.")
+        str | None,
+        Field(
+            pattern=_SIZE,
+            description="Width and height, such as 832x480; one of `sizes` in `/v1/models`.",
+        ),
     ] = None
     user: Annotated[
         str | None,
-        Field(
-            max_length=1000, description="Ignored; OpenAI's clients send the name of their user."
-        ),
+        Field(max_length=1000, description="Ignored. OpenAI's clients send an id of their user."),
     ] = None
     priority: Annotated[
         int,
@@ -205,46 +215,55 @@ class VideoRequest(BaseModel):
         return {name: value for name, value in self if hasattr(value, "filename")}
 
 
-_VIDEO = "MP4, MOV, WebM or Matroska; an image stands still"
+_VIDEO = "MP4, MOV, WebM or Matroska; an image is repeated for all frames"
 
 
 def _input_fields(use: InputUse, *, videos: bool = False) -> dict[str, Any]:
     if use == "refused":
         return {}
     formats = "PNG, JPEG, WebP, BMP, TIFF, GIF or AVIF"
-    text = f"The video: {_VIDEO}" if videos else f"The image: {formats}"
+    text = f"Input video: {_VIDEO}" if videos else f"Input image: {formats}"
     if use == "needed":
-        photo: Any = (_Upload, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
+        upload: Any = (_Upload, Field(validation_alias=_IMAGE_NAMES, description=f"{text}."))
     else:
-        text += "; without it the clip is made from text alone."
-        photo = (_Upload | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
-    fit = Field(None, description="How an image of another aspect ratio is fitted to the frame.")
-    return {IMAGE_FIELD: photo, "fit": (Fit | None, fit)}
+        text += "; optional, without it the clip is made from the prompt alone."
+        upload = (_Upload | None, Field(None, validation_alias=_IMAGE_NAMES, description=text))
+    fit = Field(
+        None, description="Method by which an image of another aspect ratio is fitted to the frame."
+    )
+    return {IMAGE_FIELD: upload, "fit": (Fit | None, fit)}
 
 
 def _last_image_fields(use: InputUse) -> dict[str, Any]:
-    text = "The image at which the clip ends"
+    text = "Image that becomes the last frame of the clip"
     match use:
         case "needed":
             return {LAST_IMAGE: (_Upload, Field(description=f"{text}."))}
         case "optional":
-            return {LAST_IMAGE: (_Upload | None, Field(None, description=f"{text}, or none."))}
+            return {LAST_IMAGE: (_Upload | None, Field(None, description=f"{text}; optional."))}
     return {}
 
 
 def _video_fields(names: Iterable[str]) -> dict[str, Any]:
-    about = {name: f"The {name.replace('_', ' ')}: {_VIDEO}." for name in names}
-    return {name: (_Upload, Field(description=text)) for name, text in about.items()}
+    return {
+        name: (_Upload, Field(description=f"{name.replace('_', ' ').capitalize()}: {_VIDEO}."))
+        for name in names
+    }
 
 
 def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
     if not issubclass(kind, PromptedSampling):
-        empty = "Must be empty: Stable Video Diffusion takes no text."
+        empty = "Must be empty, because Stable Video Diffusion takes no text."
         return {"prompt": (str | None, Field(None, max_length=10_000, description=empty))}
     length = MAX_PROMPT_CHARACTERS
-    negative = Field(None, max_length=length, description="What must not be in the clip.")
+    negative = Field(
+        None, max_length=length, description="Description of what must not be in the clip."
+    )
     return {
-        "prompt": (str, Field(max_length=length, description="What happens in the clip.")),
+        "prompt": (
+            str,
+            Field(max_length=length, description="Description of what happens in the clip."),
+        ),
         "negative_prompt": (str | None, negative),
     }
 

@@ -54,7 +54,7 @@ def enforce_retention(
         StorageUnavailableError: The files cannot be reached. No further job is removed.
     """
     queue.check_clock()
-    sizes = Counter[str]() if max_bytes is None else _bytes_by_job(queue)
+    sizes = Counter[str]() if max_bytes is None else bytes_by_job(queue)
     excess = sizes.total() - (math.inf if max_bytes is None else max_bytes)
     oldest = -math.inf if max_age_seconds is None else now - max_age_seconds
     removed = []
@@ -94,7 +94,8 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     return is_removed
 
 
-def _bytes_by_job(queue: JobQueue) -> Counter[str]:
+def bytes_by_job(queue: JobQueue) -> Counter[str]:
+    """Return the bytes of each job's files, by the id of the job."""
     sizes, ids = Counter[str](), queue.clips()
     for name, (num_bytes, _) in queue.store.files().items():
         if (found := VIDEO_ID.search(name)) and found[0] in ids:
@@ -219,14 +220,18 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
         )
         moved = [(folder / name).rename(lost / Path(name).name) for name in orphans]
     except OSError as error:
-        logger.error("files of no video stay, such as {}: {}", folder / min(orphans), error)
+        logger.error(
+            "files that belong to no video cannot be moved, such as {}: {}",
+            folder / min(orphans),
+            error,
+        )
         return []
-    logger.warning("files of no video in the queue, moved to {}: {}", lost, len(moved))
+    logger.warning("files that belong to no video were moved to {} (number: {})", lost, len(moved))
     if clips:
         newest = max(orphans[name] for name in clips)
         logger.error(
-            "the queue has no rows for clips (number: {}), the newest of {}: a part of it is "
-            "missing, or it is an older copy. Their requests are unknown; the clips are kept in {}",
+            "the queue has no rows for clips (number: {}), the newest of {}: a part of the queue "
+            "is missing, or it is an older copy. The clips are kept in {}",
             len(clips),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest)),
             lost,

@@ -62,11 +62,13 @@ OwnerDep = Annotated[Owner, Depends(_owner)]
 IdempotencyKey = Annotated[
     str | None,
     Header(
-        alias="Idempotency-Key", description="Repeated requests with the same key make one clip."
+        alias="Idempotency-Key",
+        description="Key of the request; repeated requests with the same key make one clip.",
     ),
 ]
 LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", description="Id of the last event that was received.")
+    str | None,
+    Header(alias="Last-Event-ID", description="Id of the last event that the client received."),
 ]
 
 
@@ -208,8 +210,8 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
         assert job.error is not None
         raise error_from_dict(job.error)
     if not job.state.is_final:
-        text = f"the server ends before {id} is made"
-        hint = "the clip continues when the server starts again"
+        text = f"the server shuts down before {id} is made"
+        hint = "the clip continues after the next start of the server"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
     response = get_content(id, service, owner)
     response.headers["X-Request-Id"] = id
@@ -234,8 +236,12 @@ def list_videos(
     order: Annotated[
         Literal["asc", "desc"], Query(description="Order by the time of request.")
     ] = "desc",
-    status: Annotated[JobState | None, Query(description="Only videos of this status.")] = None,
-    batch_id: Annotated[str | None, Query(description="Only videos of this batch.")] = None,
+    status: Annotated[
+        JobState | None, Query(description="Status of the videos; by default, any.")
+    ] = None,
+    batch_id: Annotated[
+        str | None, Query(description="Batch of the videos; by default, any or none.")
+    ] = None,
 ) -> VideoPage:
     """List the videos of this key, the newest first."""
     jobs_and_next = service.videos(
@@ -284,7 +290,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
         return [service.completed(id, owner).id for id in dict.fromkeys(ids)]
     found = service.queue.completed_ids(owner.name, MAX_CLIPS + 1)
     if not found:
-        hint = "its status says how far a video is"
+        hint = "the status of a video shows its progress"
         raise ApiError(404, "no_clips", "no video of this key is completed", hint)
     if len(found) > MAX_CLIPS:
         text = f"an archive has {MAX_CLIPS} clips at most, and more are completed"
@@ -361,7 +367,7 @@ def get_content(
     service: ServiceDep,
     owner: OwnerDep,
     variant: Annotated[  # noqa: ARG001  # other variants are rejected instead of sending the mp4
-        Literal["video"], Query(description="Only the clip itself: there are no thumbnails.")
+        Literal["video"], Query(description="Only `video` is available: there are no thumbnails.")
     ] = "video",
 ) -> Response:
     """Send the clip as mp4. Range requests are supported."""
@@ -399,7 +405,7 @@ def _check_streams(service: Service, owner: Owner) -> None:
     Raises:
         ApiError: `MAX_STREAMS` or `MAX_STREAMS_OF_KEY` is reached.
     """
-    subscribers, hint = service.subscribers, "GET /v1/videos/{id} says the same"
+    subscribers, hint = service.subscribers, "poll GET /v1/videos/{id} instead"
     if owner.name and subscribers.count(owner.name) >= MAX_STREAMS_OF_KEY:
         limit = MAX_STREAMS_OF_KEY
         text = f"{limit} clients of this key follow clips or read archives already"

@@ -114,7 +114,7 @@ class Video(BaseModel):
     object: Literal["video"] = "video"
     model: str
     status: JobState
-    progress: Annotated[int, Field(description="Percent.")]
+    progress: Annotated[int, Field(description="Progress in percent.")]
     created_at: int
     started_at: int | None
     completed_at: int | None
@@ -131,22 +131,33 @@ class Video(BaseModel):
         int | None, Field(description="Number of clips that begin before this one.")
     ] = None
     cancel_requested: Annotated[
-        bool, Field(description="It is cancelled as soon as the ranks let go of it.")
+        bool,
+        Field(description="Whether it will be cancelled as soon as the ranks have dropped it."),
     ] = False
-    held: Annotated[str | None, Field(description="Why ranks of this start cannot make it.")] = None
+    held: Annotated[
+        str | None, Field(description="Reason why no live server can make it; null: one can.")
+    ] = None
     eta_seconds: float | None
     step: int
     rank: int | None = None
-    input: Annotated[dict[str, str] | None, Field(description="Its image or video.")]
+    input: Annotated[
+        dict[str, str] | None, Field(description="Input image or video: its name and SHA-256.")
+    ]
     remarks: Annotated[
-        list[str], Field(description="What becomes of the input that you may not expect.")
+        list[str], Field(description="Unexpected changes to the input, one sentence each.")
     ] = []
     error: ErrorBody | None
     proof: VerificationStatus
-    proof_reason: Annotated[str | None, Field(description="If it is `failed` or `different`.")]
-    callback: Annotated[dict[str, Any] | None, Field(description="Its webhook.")]
-    batch_id: Annotated[str | None, Field(description="The batch that it is a line of.")] = None
-    custom_id: Annotated[str | None, Field(description="The client's name of that line.")] = None
+    proof_reason: Annotated[
+        str | None, Field(description="Reason if `proof` is `failed` or `different`.")
+    ]
+    callback: Annotated[
+        dict[str, Any] | None, Field(description="State of its webhook; null: none was requested.")
+    ]
+    batch_id: Annotated[str | None, Field(description="Id of its batch; null: none.")] = None
+    custom_id: Annotated[
+        str | None, Field(description="Name that the client gave to its line in the batch.")
+    ] = None
 
 
 def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
@@ -267,7 +278,9 @@ class DeletedVideo(BaseModel):
     id: str
     object: Literal["video.deleted"] = "video.deleted"
     deleted: Literal[True] = True
-    status: Annotated[JobState, Field(description="What it had; `cancelled` if it was open.")]
+    status: Annotated[
+        JobState, Field(description="Status before the removal; `cancelled` if it had not ended.")
+    ]
 
 
 # --- response models of batches -------------------------------------------------------------------
@@ -288,7 +301,8 @@ class BatchLineResult(BaseModel):
     id: str
     custom_id: str
     response: Annotated[
-        dict[str, Any] | None, Field(description="`status_code`, `request_id`, and the video.")
+        dict[str, Any] | None,
+        Field(description="Object with `status_code`, `request_id` and the video as `body`."),
     ]
     error: LineError | None
 
@@ -298,7 +312,7 @@ class BatchFault(BaseModel):
 
     code: str
     message: str
-    line: Annotated[int | None, Field(description="Of the file, from 1.")]
+    line: Annotated[int | None, Field(description="Number of the line in the file, from 1.")]
     param: str | None = None
     hint: str = ""
     custom_id: str | None = None
@@ -316,7 +330,7 @@ class BatchRequestCounts(BaseModel):
 
     total: int
     completed: int
-    failed: Annotated[int, Field(description="With those that were cancelled.")]
+    failed: Annotated[int, Field(description="Number of lines that failed or were cancelled.")]
 
 
 class BatchView(BaseModel):
@@ -336,8 +350,12 @@ class BatchView(BaseModel):
     error_file_id: str | None
     created_at: int
     in_progress_at: int | None
-    expires_at: Annotated[None, Field(description="No batch expires.")] = None
-    finalizing_at: Annotated[None, Field(description="Its files are there at once.")] = None
+    expires_at: Annotated[
+        None, Field(description="Always null, because batches do not expire.")
+    ] = None
+    finalizing_at: Annotated[
+        None, Field(description="Always null, because result files are available at once.")
+    ] = None
     completed_at: int | None
     failed_at: int | None
     expired_at: None = None

@@ -209,7 +209,7 @@ class Server:
             # If the queue's file is gone, finished clips cannot be recorded, so there is no grace
             # period.
             grace = self._grace if self._service.queue.backend.is_there else 0.0
-            logger.info("ending: {:g} s for the clips in progress", grace)
+            logger.info("shutting down: clips in progress have {:g} s to finish", grace)
             self._service.engine.close(grace)
             for thread in self._threads:
                 thread.close(_END_SECONDS)
@@ -263,16 +263,17 @@ class _HttpServer(uvicorn.Server):
 # --- the ASGI application -------------------------------------------------------------------------
 
 _DESCRIPTION = """
-Images and prompts in, clips out: video diffusion over several devices, bitwise equal to
+Video clips from images and prompts, by diffusion over several devices, bitwise equal to
 diffusers.
 
-The routes have the shape of OpenAI's video API. Every answer of 400 and above, but those of
-`/health` and `/ready`, has the body `{"error": {"type", "code", "message", "hint", "details"}}`.
+The routes have the shape of OpenAI's video API. Every response with a status of 400 or above has
+the body `{"error": {"type", "code", "message", "hint", "details"}}`, except those of `/health` and
+`/ready`.
 """
 
 _PAGE = Path(__file__).parent / "page"
 
-_bearer = HTTPBearer(auto_error=False, description="An API key, if the server has a file of them.")
+_bearer = HTTPBearer(auto_error=False, description="API key, if the server has a file of keys.")
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
 """Routes that need no API key."""

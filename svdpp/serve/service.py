@@ -106,7 +106,7 @@ class Service:
             queue,
             lambda: self.engine.is_idle,
             when_idle=settings.verifies_when_idle,
-            on_verdict=self.metrics.count_verification,
+            on_result=self.metrics.count_verification,
         )
         self.webhooks = Webhooks(
             queue, settings.callback_hosts, settings.callback_secrets, self.video
@@ -116,7 +116,7 @@ class Service:
             "removal",
             self._remove_ended,
             _REMOVAL_SECONDS,
-            error_message="removed clips keep their files",
+            error_message="files of removed clips could not be deleted",
         )
         """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
 
@@ -162,7 +162,7 @@ class Service:
     # --- requests that create or change jobs ----------------------------------------------------
 
     def check_accepts_jobs(self, *, has_limit: bool) -> None:
-        """Check that the server accepts new jobs: it is not ending, and its disk is not full.
+        """Check that the server accepts new jobs: it runs, and its disk is not full.
 
         Args:
             has_limit: Whether to check also that the queue is not full.
@@ -172,15 +172,15 @@ class Service:
             OutputError: The queue or the files cannot be reached.
         """
         if self.is_closing:
-            text = "the server is ending: it takes no more clips"
-            hint = "what is queued goes on when it starts again"
+            text = "the server is shutting down and accepts no more clips"
+            hint = "queued clips continue after the next start of the server"
             raise ApiError(503, "closing", text, hint, retry=30)
         reason = self.queue.unavailable_reason
         if not self.queue.backend.is_there:
             raise BackendUnavailableError(reason)
         self.queue.store.check()
         if reason:
-            text = "the server's disk is nearly full: it takes no more clips"
+            text = "the server's disk is nearly full: no more clips are accepted"
             hint = "remove finished videos, by DELETE /v1/videos/{id}"
             raise ApiError(503, "disk_full", text, hint, retry=60)
         num_open = self.queue.num_open() if has_limit else 0
@@ -282,10 +282,10 @@ class Service:
             **prompts,
         )
         self.admission.check_inputs(sampling, clip_request)
-        given = {name: {sha256} for name, sha256 in (loras or {}).items()}
+        recorded = {name: {sha256} for name, sha256 in (loras or {}).items()}
         found_loras = self.capabilities.loras.find(
             request.value("lora"),
-            self.fleet.lora_hashes() | given,
+            self.fleet.lora_hashes() | recorded,
             holder="this fleet" if self.queue.is_shared else "this server",
         )
         return Job(
@@ -503,6 +503,6 @@ class Service:
         if job.state is not JobState.COMPLETED:
             status = job.state if job.state.is_final else self.video(job).status
             text = f"the video is {status}, not completed"
-            hint = "request it again" if job.state.is_final else "its status says how far it is"
+            hint = "request it again" if job.state.is_final else "its status shows the progress"
             raise ApiError(409, "not_completed", text, hint, status=str(status))
         return job

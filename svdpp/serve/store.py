@@ -279,7 +279,7 @@ class FileStore:
             )
 
     def probe(self) -> None:
-        """Check that the store answers, at most every 10 s; after a failure at each call.
+        """Check that the store answers, at most every 10 s, or after a failure at each call.
 
         Raises:
             StorageUnavailableError: The store does not answer, or lacks the id of the queue.

@@ -83,7 +83,7 @@ DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
 class DecoderBusyError(SvdppError):
-    """Too many uploads are being decoded now; the same request may succeed later."""
+    """Error for an upload that no decoder was free for in time; a later request may succeed."""
 
 
 class DecoderSlots:
@@ -390,20 +390,20 @@ def _encode_error(message: str, hint: str, details: dict[str, Any]) -> str:
 
 def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
     if video_frames and (demuxer := demuxer_of(read_bytes(path))):
-        photo = probe_video(path, video_frames, max_pixels)
+        file = probe_video(path, video_frames, max_pixels)
         suffix = ".mp4" if demuxer == "mov" else ".mkv"
     else:
         _check_cost(path, max_scans)
         # An animation is checked as a video; any other image is repeated for all frames.
         if video_frames:
-            photo = probe_video(path, video_frames, max_pixels)
+            file = probe_video(path, video_frames, max_pixels)
         else:
-            image, photo = read_image(path, max_pixels)
+            image, file = read_image(path, max_pixels)
             image.close()
         with Image.open(path, formats=FORMATS) as header:
             format = str(header.format)
             suffix = _SUFFIXES.get(format, f".{format.lower()}")
-    return f"{photo.sha256} {suffix} {photo.width} {photo.height} {photo.conversion}"
+    return f"{file.sha256} {suffix} {file.width} {file.height} {file.conversion}"
 
 
 def _check_cost(path: Path, max_scans: int) -> None:

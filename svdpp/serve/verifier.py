@@ -52,7 +52,7 @@ class Verifier:
         queue: Queue with the jobs of the clips.
         is_idle: Function that returns whether the ranks are ready and have no work.
         when_idle: Whether to verify also clips for which nobody has requested it, the newest first.
-        on_verdict: Function that the verifier's thread calls with the result of each comparison.
+        on_result: Function that the verifier's thread calls with the result of each comparison.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class Verifier:
         is_idle: Callable[[], bool],
         *,
         when_idle: bool = False,
-        on_verdict: Callable[[VerificationStatus], None] = lambda _: None,
+        on_result: Callable[[VerificationStatus], None] = lambda _: None,
     ) -> None:
         self._queue = queue
         self._folder = queue.store.folder
         self._is_idle = is_idle
         self._when_idle = when_idle
-        self._on_verdict = on_verdict
+        self._on_result = on_result
         self.running: str | None = None
         """Id of the job whose clip is being verified; None: no clip is."""
         self._cancelled: str | None = None
@@ -149,19 +149,21 @@ class Verifier:
             logger.warning("{} could not be verified: {}", job.id, error)
             self._queue.set_verification(job.id, "failed", without_folders(error))
             return
-        verdict: VerificationStatus = "equal" if result["equal"] else "different"
-        if verdict == "different":
-            logger.error("{} is DIFFERENT from one device: {}", job.id, result["differences"])
-        self._queue.set_verification(
-            job.id, verdict, without_folders(result["differences"]) or None
-        )
-        self._on_verdict(verdict)
+        status: VerificationStatus = "equal" if result["equal"] else "different"
+        if status == "different":
+            logger.error(
+                "{} differs from the clip that one device makes: {}", job.id, result["differences"]
+            )
+        self._queue.set_verification(job.id, status, without_folders(result["differences"]) or None)
+        self._on_result(status)
 
     def _missing_files(self, job: Job) -> str:
         """Return a text that names missing files of a verification; empty if none is missing."""
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
-        needed |= {"image": photo} if (photo := job.input_path(self._folder)) else {}
+        image = job.input_path(self._folder)
+        if image is not None:
+            needed["image"] = image
         needed |= job.further_paths(self._folder)
         for path in needed.values():
             self._queue.store.fetch(path)
@@ -184,10 +186,10 @@ class Verifier:
     @contextlib.contextmanager
     def _start_process(self, job: Job) -> Iterator[subprocess.Popen[bytes]]:
         """Run the process that verifies a job's clip; end it after the `with` block."""
-        clip, photo = job.clip_path(self._folder), job.input_path(self._folder)
+        clip, image = job.clip_path(self._folder), job.input_path(self._folder)
         process = start_helper(
             "svdpp.serve.verifier",
-            *(f"{clip}.json", photo or "", os.getpid()),
+            *(f"{clip}.json", image or "", os.getpid()),
             variables=os.environ,
             stderr=subprocess.STDOUT,
         )
@@ -219,23 +221,23 @@ def _parse_result(output: bytes, code: int) -> dict[str, Any]:
 # --- code of the process that verifies a clip -----------------------------------------------------
 
 
-def main(clip: str, photo: str, parent: str) -> None:
+def main(clip: str, image: str, parent: str) -> None:
     """Verify a clip, and write the result to stdout as JSON.
 
     Args:
         clip: Path of the clip's metadata file.
-        photo: Path of the image; empty for text-to-video.
+        image: Path of the image; empty for text-to-video.
         parent: Process id of the server, whose end also ends this process.
     """
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
     os.nice(_NICE)
     tune_gc()
-    result = _verify_clip(Path(clip), Path(photo) if photo else None)
+    result = _verify_clip(Path(clip), Path(image) if image else None)
     sys.stdout.write(f"\n{json.dumps(result)}")
 
 
-def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
+def _verify_clip(clip: Path, image: Path | None) -> dict[str, Any]:
     # Imported here, so that the import of torch, which takes seconds, already runs at low priority.
     from svdpp.verification.clip_verification import (
         VerificationSettings,
@@ -245,7 +247,7 @@ def _verify_clip(clip: Path, photo: Path | None) -> dict[str, Any]:
 
     try:
         groups, proofs = plan_verification(
-            [clip], VerificationSettings(image=photo, local_files_only=True)
+            [clip], VerificationSettings(image=image, local_files_only=True)
         )
         for tasks in groups:
             _check_gpu(tasks[0].config)

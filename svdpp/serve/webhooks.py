@@ -107,7 +107,7 @@ class Webhooks:
     # --- methods for the webhooks' thread only ----------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send the due webhooks, `MAX_CONCURRENT` at a time, until time is up or no one is due."""
+        """Send due webhooks, `MAX_CONCURRENT` at a time, until none is due or the time is up."""
         end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -142,10 +142,10 @@ class Webhooks:
             async with asyncio.timeout(ATTEMPT_SECONDS):
                 status = await self._post(job)
         except TimeoutError:
-            return f"no answer within {ATTEMPT_SECONDS:g} s"
+            return f"no response within {ATTEMPT_SECONDS:g} s"
         except Exception as error:  # an error of one receiver must not stop webhooks to others
             return str(error) or type(error).__name__
-        return None if 200 <= status < 300 else f"the answer was {status}"
+        return None if 200 <= status < 300 else f"the response was {status}"
 
     async def _post(self, job: Job) -> int:
         """Send a webhook; return the status of the response. Redirects are not followed."""
@@ -200,7 +200,7 @@ class Webhooks:
             RequestError: Too many earlier lookups of the host name are still in progress.
         """
         if self._lookups[host] >= _MAX_LOOKUPS:
-            raise RequestError(f"earlier lookups of {host} have no answer yet")
+            raise RequestError(f"earlier lookups of {host} are still in progress")
         loop = asyncio.get_running_loop()
         addresses_future: asyncio.Future[list[str]] = loop.create_future()
 

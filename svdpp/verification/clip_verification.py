@@ -117,7 +117,7 @@ def verify_clips(
         def compare(rank: int, event: Event) -> None:  # noqa: ARG001
             if isinstance(event, ClipDone):
                 index = event.clip
-                results[index].checks = list(_compare_hashes(tasks[index].clip, event.metadata))
+                results[index].checks = list(compare_hashes(tasks[index].clip, event.metadata))
                 is_kept = not tolerance.is_bitwise and has_other_bits(results[index].checks)
                 clip = tasks[index].clip
                 files[index] = executor.submit(_check_file, clip, folder, index, is_kept)
@@ -146,7 +146,13 @@ def verify_clips(
     return results
 
 
-def _compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
+def compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
+    """Yield the checks of a clip's latent, frames and sound, by their hashes.
+
+    Args:
+        clip: Finished clip.
+        recomputed: Metadata of the recomputed clip, with the hashes of its tensors.
+    """
     exact = clip.metadata["exact"]
     reason = "" if exact is True else "the clip's metadata say: exact is unproven"
     if clip.metadata.get("memory_pressure"):
@@ -243,7 +249,7 @@ def _config(
             component_revisions=component_revisions(_recorded_components(metadata)),
             vae_tiling=metadata.get("vae_tiling", False),
             local_files_only=settings.local_files_only,
-            loras=tuple(map(_lora, metadata.get("lora", ()))),
+            loras=tuple(map(lora_from_metadata, metadata.get("lora", ()))),
             denoisers=tuple(Denoiser(**each) for each in metadata.get("denoiser", ())),
             attention_backend=metadata.get("attention_backend"),
         ),
@@ -261,7 +267,8 @@ def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
     return dict(metadata.get("components", {}))
 
 
-def _lora(recorded: Mapping[str, Any]) -> Lora:
+def lora_from_metadata(recorded: Mapping[str, Any]) -> Lora:
+    """Return a LoRA from its entry in a clip's metadata."""
     return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 
 

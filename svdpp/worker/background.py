@@ -130,7 +130,7 @@ class Reporter:
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
-        """Report the error because of which one clip is lost."""
+        """Report the error because of which one clip fails."""
         record = error_to_dict(error)
         if self._other_host:
             record["message"] = f"on {self._other_host}: {record['message']}"
@@ -329,7 +329,7 @@ def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Thread that writes latent checkpoints. A failed write loses no clip.
+    """Thread that writes latent checkpoints. A failed write does not make the clip fail.
 
     Args:
         folder: Folder of the checkpoints.

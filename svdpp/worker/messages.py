@@ -231,14 +231,14 @@ class ImageReady(Event):
 
 
 class ClipFailed(Event):
-    """Report of an error that loses one clip. The rank goes on with other clips."""
+    """Report of an error because of which one clip fails. The rank goes on with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Report, by a clip's last rank, that all ranks have dropped the lost or cancelled clip."""
+    """Report, by a clip's last rank, that all ranks have dropped the failed or cancelled clip."""
 
     clip: int
 

@@ -433,7 +433,7 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn exceptions of an encode in the `with` block into an `InputError`: only one clip is lost.
+    """Turn exceptions of an encode in the `with` block into an `InputError`: only one clip fails.
 
     diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
     process. The rank can go on after such an exception. Errors of CUDA and out-of-memory errors

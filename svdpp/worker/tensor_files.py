@@ -152,7 +152,8 @@ class LatentCheckpoints:
             if kind == "weights":
                 names = current.keys() & before.keys()
             for each in sorted(names):
-                if (was := before.get(each)) != (now := current.get(each)):
+                was, now = before.get(each), current.get(each)
+                if was != now:
                     raise unfit_error(
                         f"was written with another {each}: {was}, now {now}", before=was, now=now
                     )

@@ -204,8 +204,8 @@ def test_files_of_a_run(tmp_path: Path) -> None:
     names = "config.yaml env.json summary.json summary.csv costs.json rounds.jsonl spans.jsonl"
     assert {path.name for path in kept.folder.iterdir()} == set(names.split())
     assert json.loads((kept.folder / "summary.json").read_text()) == found
-    assert read_config(str(kept.folder / "config.yaml"), []) == one.asked
-    asked = one.asked
+    assert read_config(str(kept.folder / "config.yaml"), []) == one.bench_config
+    asked = one.bench_config
     assert (asked.workload.steps, asked.pipeline.threads, asked.precision) == (2, 3, "bf16")
     assert read_costs(kept.folder / "costs.json").step_seconds == 0.75, "the median of both rounds"
     rates = [each["steady_clips_per_minute"] for each in found["cases"][PIPELINE]["rounds"]]
@@ -370,7 +370,7 @@ def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_p
     if text is not None:
         (b / name).write_text(text)
     for one, other in ((a, b), (b, a)):
-        with pytest.raises(InputError, match=r"cannot be read|is not JSON|no bench that can be"):
+        with pytest.raises(InputError, match=r"cannot be read|is not JSON|no benchmark that"):
             compare(one, other)
 
 

@@ -101,7 +101,7 @@ def test_a_missed_target_is_named_with_bound_and_figure(tmp_path: Path) -> None:
         "clips={min: 1, max: 1}",
     )
     _, found, one = _finished(tmp_path, *(f"targets.{bound}" for bound in bounds))
-    rows = outcomes(one.asked.targets, found)
+    rows = outcomes(one.bench_config.targets, found)
     assert rows[:2] == [
         Outcome("makespan_seconds", "<= 1.5", 2.0, met=False),
         Outcome("speedup_over_diffusers", ">= 1.5", pytest.approx(2.0), met=True),
@@ -183,7 +183,7 @@ def test_spans_and_table_hold_every_round(tmp_path: Path) -> None:
     assert float(rows[2]["makespan_seconds"]) == pytest.approx(2.0)
     assert rows[0]["peak_allocated_gib"] == ""
     assert set(rows[0]) == {"case", "round", *found["cases"][PIPELINE]["over_rounds"]}
-    assert one.asked.sha256 == found["config_sha256"]
+    assert one.bench_config.sha256 == found["config_sha256"]
 
 
 def test_the_documentation_names_every_field_and_every_peak() -> None:

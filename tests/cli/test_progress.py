@@ -131,10 +131,10 @@ def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts(term: 
     made = ClipDone(clip=1, metadata={"output": "b_1.mp4", "wall_seconds": 9.96})
     progress, lines = watch(((1, ClipFailed(clip=0, error=LOST)), (1, made)), term=term)
     assert lines == [
-        "run: clip 1 is lost: it cannot be written",
+        "run: clip 1 failed: it cannot be written",
         "run: 1 of 2 clips: clip 2 -> b_1.mp4, 10.0 s",
     ]
-    assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 lost", progress.summary_line)
+    assert re.fullmatch(r"run: 1 clip in 0:00, [\d.e+]+ a minute, 1 failed", progress.summary_line)
 
 
 def test_elsewhere_a_line_now_and_then_shows_that_the_run_goes_on(

@@ -151,8 +151,8 @@ def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     command = _command(*inputs, "--world", 1, "--out", out, "--keep-going")
     done = svdpp_here(*command, "--model", str(model))
     assert done.code == 9, done.err
-    assert "error: 2 of 2 clips lost: the latent is not finite after step 0" in done.err
-    assert done.out.count("(lost: ") == 2
+    assert "error: 2 of 2 clips failed: the latent is not finite after step 0" in done.err
+    assert done.out.count("(failed: ") == 2
 
 
 def test_clips_whose_folder_is_deleted_during_the_run_are_an_error(

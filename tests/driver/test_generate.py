@@ -214,12 +214,12 @@ def test_a_lost_clip_leaves_the_others_in_its_error(
         return submit_and_collect(*arguments)
 
     monkeypatch.setattr("svdpp.driver.generate.submit_and_collect", collect)
-    with pytest.raises(InputError, match="1 of 3 clips lost") as lost:
+    with pytest.raises(InputError, match="1 of 3 clips failed") as lost:
         svdpp.generate([PHOTO, last, Image.open(PHOTO)], **DEMO, **TINY)
     results = lost.value.results
     assert [made.clip for made in results] == [0, 2]
     assert all(made.frames.shape == (2, 32, 32, 3) for made in results)
-    assert "2 of 3 clips, 1 lost" in capfd.readouterr().err
+    assert "2 of 3 clips, 1 failed" in capfd.readouterr().err
     folder = results[0].path.parent
     del results, lost
     gc.collect()
@@ -246,7 +246,7 @@ def test_the_progress_bar_counts_steps_and_clips(shown: tuple[bool, bool]) -> No
             bar(0, event)
             assert (task.completed, task.total) == (completed, 7)
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert ("1 of 3 clips, 1 lost" in text) == all(shown)
+    assert ("1 of 3 clips, 1 failed" in text) == all(shown)
     assert bool(text) == all(shown)
 
 

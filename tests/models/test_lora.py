@@ -23,7 +23,7 @@ from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.loras import check_loras_fit
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, lora_bytes
-from svdpp.verification.clip_verification import _lora
+from svdpp.verification.clip_verification import lora_from_metadata
 from svdpp.verification.reference import Reference
 from tests.models.test_registry import TinyModels
 from tests.support.builders import save_tiny_lora
@@ -319,7 +319,7 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     metadata = clip_metadata(ClipInput(), 0, output, config, checkpoint, files[:1])
     recorded = json.loads(json.dumps(metadata["lora"]))
     assert [each["ignored"] for each in recorded] == [{}, ignored]
-    read = [_lora(each).sha256 for each in recorded]
+    read = [lora_from_metadata(each).sha256 for each in recorded]
     assert read == [file.lora.sha256 for file in reversed(files)]
 
 

@@ -14,7 +14,7 @@ import pytest
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.retention import (
-    _bytes_by_job,
+    bytes_by_job,
     enforce_retention,
     move_orphans_aside,
     remove_job,
@@ -256,7 +256,7 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     scratch.write_bytes(b"")
     for name in [*names, *(file.format(id=id) for id in (copied, used, removed) for file in FILES)]:
         store.store.put(folder / name)
-    assert _bytes_by_job(store).keys() == {copied, used}, "a size of no job would remove others"
+    assert bytes_by_job(store).keys() == {copied, used}, "a size of no job would remove others"
     system = store.store._filesystem
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)

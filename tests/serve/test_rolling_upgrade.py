@@ -127,7 +127,7 @@ def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> Non
         (folder / "clips").mkdir()
         (folder / "clips" / f"{id}.mp4").touch()
     (folder / "queue.sqlite3").write_bytes(empty)
-    with pytest.raises(RequestError, match=r"clips \(number: 1\), and its queue has no") as refused:
+    with pytest.raises(RequestError, match=r"clips \(number: 1\), but its queue has no") as refused:
         JobQueue(folder)
     assert "`adopt`" in refused.value.hint
     with contextlib.closing(JobQueue(folder, adopts=True)) as queue:

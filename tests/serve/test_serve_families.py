@@ -165,7 +165,7 @@ def test_clips_are_made_from_videos(tmp_path: Path) -> None:
     with ServerHere(tmp_path / "data", *WAN, *model) as server:
         server.wait_ready()
         schema = server.form_schema()
-        assert schema["properties"]["input_reference"]["description"].startswith("The video: MP4")
+        assert schema["properties"]["input_reference"]["description"].startswith("Input video: MP4")
         (id,) = server.add(photo=data, name="a.mp4", prompt="the sea", strength=0.5)
         assert server.wait_for(id, "completed")["strength"] == 0.5
         answer = server.client.get(f"/v1/videos/{id}/input")

@@ -71,7 +71,7 @@ def _proving(
     before = _temporary_files()
     store, idle = JobQueue(folder), threading.Event()
     verdicts: list[str] = []
-    verifier = Verifier(store, idle.is_set, when_idle=when_idle, on_verdict=verdicts.append)
+    verifier = Verifier(store, idle.is_set, when_idle=when_idle, on_result=verdicts.append)
     verifier.thread.start()
     try:
         yield Proving(store, verifier, made[1], idle, verdicts)

@@ -255,7 +255,7 @@ def test_a_slow_receiver_holds_back_no_other(
         sender.thread.wake()
         assert after_a_try(store, ids[-1])["status"] == "delivered"
         shown = after_a_try(store, ids[0])
-        assert (shown["status"], shown["error"]) == ("pending", "no answer within 3 s")
+        assert (shown["status"], shown["error"]) == ("pending", "no response within 3 s")
         go_on.set()
 
 
@@ -321,7 +321,7 @@ def test_a_redirect_is_not_followed(store: JobQueue) -> None:
     with Receiver(status(200)) as other, Receiver() as receiver:
         receiver.answers.append(status(307, location=other.url))
         shown = tried(store, receiver.url, receiver.host, other.host)
-    assert shown["error"] == "the answer was 307"
+    assert shown["error"] == "the response was 307"
     assert len(receiver.requests) == 1
     assert other.requests == []
 

@@ -10,7 +10,7 @@ import torch
 
 from svdpp.config import ModelConfig, PipelineConfig, SvdSampling
 from svdpp.verification.clip_files import ClipOnDisk
-from svdpp.verification.clip_verification import _compare_hashes
+from svdpp.verification.clip_verification import compare_hashes
 from svdpp.verification.reference import _Recorder
 from svdpp.verification.reference_setup import ReferenceSetup
 from svdpp.worker.device import MemoryPressure
@@ -50,7 +50,7 @@ def test_a_difference_comes_with_the_reason_that_is_known(
 ) -> None:
     about = {"exact": True, **HASHES, **metadata}
     clip = ClipOnDisk(path=Path("a.mp4"), json_path=None, raw=about, metadata=about)
-    latent, frames = _compare_hashes(clip, {**HASHES, "frames_sha256": "3", **recomputed})
+    latent, frames = compare_hashes(clip, {**HASHES, "frames_sha256": "3", **recomputed})
     assert (latent.what, latent.equal) == ("latent", True)
     assert (frames.what, frames.equal) == ("frames", False)
     assert (frames.recorded, frames.found) == ("2", "3")
@@ -61,7 +61,7 @@ def test_a_difference_comes_with_the_reason_that_is_known(
 def test_only_a_clip_with_a_hash_of_its_sound_has_that_compared() -> None:
     about = {"exact": True, **HASHES, "audio_sha256": "4"}
     clip = ClipOnDisk(path=Path("a.mp4"), json_path=None, raw=about, metadata=about)
-    checks = list(_compare_hashes(clip, HASHES))
+    checks = list(compare_hashes(clip, HASHES))
     assert [(check.what, check.equal) for check in checks] == [
         *(("latent", True), ("frames", True), ("audio", False))
     ]
