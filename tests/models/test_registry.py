@@ -189,7 +189,7 @@ CONTROLLED = [
     case
     for case in chosen(
         ("wan", "ltx-image", "ltx-condition-image", "latte"),
-        {*FIRST.values(), *(name for name in NOT_ALIKE if CASES[name].draws)},
+        {name for name in NOT_ALIKE if name in FIRST.values() or CASES[name].draws},
     )
     if not any(word in str(case.values[0]) for word in ALIKE)
 ]

@@ -44,6 +44,8 @@ _ALIKE = (
     "echo-image",
     "pyramid-image",
     "distilled-image",
+    "pyramid-video",
+    "distilled-video",
     "1.5-modular-image",
 )
 #: All other cases.

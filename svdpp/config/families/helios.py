@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -14,13 +15,17 @@ from svdpp.config.families.spec import (
     ModularSpec,
 )
 from svdpp.config.limits import MAX_FRAMES, require
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 
 # Number of latent frames of each chunk, number of frames that the VAE makes of a chunk, and the
 # VAE's temporal compression factor.
 _LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
 # Stages of a chunk in the pyramid's pipelines; each has frames of twice the last one's sides.
 _STAGES = 3
+# Number of frames of a video that fill the history of 19 latent frames, rounded up to chunks.
+_HISTORY_FRAMES = 3 * _CHUNK
+# Parameters of families that continue a video. The pipeline encodes whole chunks of the video.
+_FROM_VIDEO = {"video_frames": replace(VIDEO_FRAMES, lowest=_CHUNK)}
 
 
 def _frames_of(chunks: int) -> int:
@@ -74,6 +79,18 @@ class HeliosSampling(HeliosBaseSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeliosFromVideoSampling(HeliosBaseSampling):
+    """The parameters of diffusers' `HeliosModularPipeline` for clips that continue a video."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
+
+    family: Literal["helios_v2v"] = "helios_v2v"
+    num_inference_steps: int = 200
+    video_frames: int = _HISTORY_FRAMES
+
+
+@dataclass(frozen=True, kw_only=True)
 class HeliosPyramidBaseSampling(HeliosBaseSampling):
     """Sampling parameters of pipelines that make each chunk in stages, small frames first."""
 
@@ -113,13 +130,24 @@ class HeliosPyramidSampling(HeliosPyramidBaseSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeliosDistilledSampling(HeliosPyramidBaseSampling):
-    """The parameters of diffusers' `HeliosPyramidDistilledModularPipeline`.
+class HeliosPyramidFromVideoSampling(HeliosPyramidBaseSampling):
+    """The parameters of `HeliosPyramidModularPipeline` for clips that continue a video."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
+
+    family: Literal["helios_pyramid_v2v"] = "helios_pyramid_v2v"
+    num_inference_steps: int = 120
+    video_frames: int = _HISTORY_FRAMES
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
+    """Sampling parameters of distilled models.
 
     The default number of steps is that of the published model, 2 in each stage.
     """
 
-    family: Literal["helios_distilled"] = "helios_distilled"
     num_inference_steps: int = 30
     guidance_scale: float = 1.0
 
@@ -138,6 +166,24 @@ class HeliosDistilledSampling(HeliosPyramidBaseSampling):
             return super().place_of(step - first_chunk)
         per_stage = 2 * self.steps_per_stage
         return StepPlace(step // per_stage, step % per_stage == per_stage - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosDistilledSampling(HeliosDistilledBaseSampling):
+    """The parameters of diffusers' `HeliosPyramidDistilledModularPipeline`."""
+
+    family: Literal["helios_distilled"] = "helios_distilled"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeliosDistilledFromVideoSampling(HeliosDistilledBaseSampling):
+    """The parameters of `HeliosPyramidDistilledModularPipeline` for clips that continue a video."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
+
+    family: Literal["helios_distilled_v2v"] = "helios_distilled_v2v"
+    video_frames: int = _HISTORY_FRAMES
 
 
 class StepPlace(NamedTuple):
@@ -268,4 +314,36 @@ HELIOS_DISTILLED = replace(
     check_sampling=_check_distilled,
 )
 
-FAMILIES = (HELIOS, HELIOS_PYRAMID, HELIOS_DISTILLED)
+
+def _from_video(spec: FamilySpec, sampling: type[Any], title: str) -> FamilySpec:
+    """Return the spec of clips that continue a video, for the pipeline of another spec."""
+    pipeline = spec.image_pipeline
+    assert pipeline is not None
+    return replace(
+        spec,
+        sampling=sampling,
+        title=title,
+        text_pipeline=None,
+        image_argument="video",
+        text_and_image=False,
+        aliases=(pipeline, *spec.aliases),
+        text_aliases=(),
+    )
+
+
+FAMILIES = (
+    HELIOS,
+    _from_video(HELIOS, HeliosFromVideoSampling, "Helios, continuing a video"),
+    HELIOS_PYRAMID,
+    _from_video(
+        HELIOS_PYRAMID,
+        HeliosPyramidFromVideoSampling,
+        "Helios, each chunk in three sizes, continuing a video",
+    ),
+    HELIOS_DISTILLED,
+    _from_video(
+        HELIOS_DISTILLED,
+        HeliosDistilledFromVideoSampling,
+        "Helios, distilled, continuing a video",
+    ),
+)

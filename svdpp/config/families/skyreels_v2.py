@@ -154,7 +154,7 @@ SKYREELS_V2_FORCING = replace(
 SKYREELS_V2_FROM_VIDEO = replace(
     SKYREELS_V2_FORCING,
     sampling=SkyReelsV2FromVideoSampling,
-    title="SkyReels-V2, diffusion forcing that continues a video",
+    title="SkyReels-V2, diffusion forcing, continuing a video",
     text_pipeline=None,
     image_pipeline="SkyReelsV2DiffusionForcingVideoToVideoPipeline",
     image_argument="video",

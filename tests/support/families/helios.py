@@ -86,6 +86,28 @@ CASES = {
             ({"guidance_scale": 3.0}, "`guidance_scale` must be 1.0, got 3.0"),
         ],
     ),
+    "helios-video": Case(
+        "helios_v2v",
+        size(16, 16, 65, num_inference_steps=4, video_frames=35),
+        image=True,
+        draws=True,
+        unread=_UNREAD,
+        refused=[({"video_frames": 32}, "`video_frames` must be 33 to 1024, got 32")],
+    ),
+    "helios-pyramid-video": Case(
+        "helios_pyramid_v2v",
+        size(64, 64, 65, num_inference_steps=12, video_frames=33),
+        image=True,
+        draws=True,
+        unread=_OF_STAGES,
+    ),
+    "helios-distilled-video": Case(
+        "helios_distilled_v2v",
+        size(64, 64, 65, num_inference_steps=9, video_frames=33),
+        image=True,
+        draws=True,
+        unread=_OF_STAGES,
+    ),
     "helios-pyramid-image": Case(
         "helios_pyramid",
         size(64, 64, 65, num_inference_steps=12),
