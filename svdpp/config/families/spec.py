@@ -207,8 +207,8 @@ class FamilySpec:
     are not sent in packets, because the pipeline rebuilds them from the latent."""
     branches: Literal["calls", "batch", "replay"] | None = None
     """How a step with classifier-free guidance evaluates its two branches, for two ranks that share
-    the step. `calls`: the denoiser is called once for each branch, and the results are used after
-    both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
+    the step. `calls`: the denoiser is called once for each branch, and the results are used only
+    after both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
     rounded differently. `replay`, for modular pipelines: the calls of one block of the denoising
     loop do not depend on each other's results, so that two ranks can divide any number of them.
     None: none of these, so that two ranks cannot share a step."""

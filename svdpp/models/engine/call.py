@@ -379,16 +379,16 @@ class GuidanceBranches:
         scheduler.step   equal arguments, equal result on both ranks
 
     Rank 2u + 1 cannot start earlier, because the pipeline makes the second call only after the
-    first call has returned. In the first step of a process, rank 2u + 1 also evaluates the first
-    call, to learn the shape of the zeros.
+    first call has returned. In the first step of a process, and in the first with a latent of
+    another shape, rank 2u + 1 also evaluates the first call, to learn the shape of the zeros.
     """
 
     spec: FamilySpec
     partner: Partner
     device: torch.device
-    outputs: list[Node]
-    """Structure of the denoiser's result, as a list of one element; empty until the first step of a
-    process."""
+    outputs: dict[torch.Size, Node]
+    """Structure of the denoiser's result, by the shape of its first tensor argument, the latent. A
+    shape is missing until a process has run a step with it."""
     _calls: int = 0
     _first: Any = None
 
@@ -427,10 +427,12 @@ class GuidanceBranches:
         if branch == 0 and not is_first:
             return self._first
         if branch == 1 and is_first:
-            known = self.outputs
-            self._first = (
-                records.zeros_for(known[0], self.device) if known else real(*args, **kwargs)
-            )
+            shape = tensors_in((args, kwargs))[0].shape
+            if shape in self.outputs:
+                self._first = records.zeros_for(self.outputs[shape], self.device)
+            else:
+                self._first = real(*args, **kwargs)
+                self.outputs[shape] = Packer().pack(self._first, PREDICTION)
             return self._first
         own, other = self._exchange(step, lambda: real(*args, **kwargs))
         if is_first:
@@ -463,8 +465,6 @@ class GuidanceBranches:
 
         received = self.partner.exchange(step, prediction)
         output, node = own[0]
-        if not self.outputs:
-            self.outputs.append(node)
         return output, unpack(node, received, self.device)
 
 

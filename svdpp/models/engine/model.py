@@ -58,9 +58,10 @@ class EngineModel:
         makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        # Structure of the denoiser's result, which the first step of a pair finds out; see
-        # `outputs` of `GuidanceBranches` and `SharedCalls`.
-        self._outputs: list[Node] = []
+        # Structures of the denoiser's results, which the first steps of a pair find out; see
+        # `outputs` of `GuidanceBranches`, and of `SharedCalls`.
+        self._outputs: dict[torch.Size, Node] = {}
+        self._shared_outputs: list[Node] = []
         # Shapes of the tiles of every clip's decode; empty until the first `decode_part`.
         self._tile_shapes: list[TileShape] = []
 

@@ -47,7 +47,7 @@ from svdpp.config import LatentSpec
 from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
-from svdpp.models.engine.call import global_states
+from svdpp.models.engine.call import GuidanceBranches, global_states
 from svdpp.models.engine.component_attributes import (
     Attributes,
     attributes_of,
@@ -102,9 +102,12 @@ class ModularCall:
     the pipeline has no latent yet."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
+    branches: GuidanceBranches | None = None
+    """Guidance whose two branches two ranks evaluate, in blocks with whole steps inside; None: no
+    calls are divided so."""
     shared: SharedCalls | None = None
-    """Calls of denoisers that are divided between this rank and a second one; None: this rank
-    evaluates all calls."""
+    """Calls of denoisers in one block that are divided between this rank and a second one; None: no
+    calls are divided so."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
@@ -349,7 +352,9 @@ class ModularCall:
                 is_inside=True,
             )
         self._evaluations += 1
-        if self.shared is None:
+        if self.branches is not None:
+            result = self.branches.evaluate(self._steps, real, args, kwargs)
+        elif self.shared is None:
             result = real(*args, **kwargs)
         elif self._is_shared_block:
             result = self.shared.evaluate(self._steps, real, args, kwargs)
@@ -384,6 +389,8 @@ class ModularCall:
                 self._set_attributes()
             outputs = series["outputs"]
         else:
+            if self.branches is not None:
+                self.branches.end_step(self._steps)
             result = real(*args, **kwargs)
             outputs = self._outputs
         # A step may have several schedulers. The first call after the denoiser's ends the step.

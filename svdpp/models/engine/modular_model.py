@@ -8,6 +8,7 @@ from typing import Any
 from svdpp.config import ClipRequest
 from svdpp.config.families.spec import ModularSpec
 from svdpp.models.base import AfterStep, Partner, PreparedInput, Tensors
+from svdpp.models.engine.call import GuidanceBranches
 from svdpp.models.engine.model import EngineModel, call_arguments, set_scheduler_and_guiders
 from svdpp.models.engine.modular_call import ModularCall
 from svdpp.models.engine.records import patch_methods, read_structure
@@ -48,11 +49,15 @@ class ModularModel(EngineModel):
     ) -> Tensors:
         """Run steps `start` to `end` (exclusive); see `EngineModel.denoise`."""
         assert start < end
-        shared = None
-        if partner is not None:
-            assert self._spec.branches == "replay"
-            shared = SharedCalls(partner, self.device, self._outputs)
-        call = self._later_modular_call(tensors, end, after_step, shared)
+        branches = shared = None
+        if partner is not None and self._spec.branches == "replay":
+            shared = SharedCalls(partner, self.device, self._shared_outputs)
+        elif partner is not None:
+            assert self._spec.branches == "calls"
+            branches = GuidanceBranches(self._spec, partner, self.device, self._outputs)
+        call = self._later_modular_call(
+            tensors, end, after_step=after_step, branches=branches, shared=shared
+        )
         call.run({})
         return call.packet()
 
@@ -72,13 +77,7 @@ class ModularModel(EngineModel):
             video = video[None]
         return video, *audio
 
-    def _later_modular_call(
-        self,
-        tensors: Tensors,
-        end: int | None,
-        after_step: AfterStep | None = None,
-        shared: SharedCalls | None = None,
-    ) -> ModularCall:
+    def _later_modular_call(self, tensors: Tensors, end: int | None, **more: Any) -> ModularCall:
         set_scheduler_and_guiders(self._pipe, self._checkpoint, self._sampling)
         return ModularCall(
             pipe=self._pipe,
@@ -86,6 +85,5 @@ class ModularModel(EngineModel):
             given=read_structure(tensors),
             received=tensors,
             end=end,
-            after_step=after_step,
-            shared=shared,
+            **more,
         )
