@@ -44,7 +44,8 @@ import psycopg
 from benchmarks.options import options
 from svdpp.serve import fleet
 from svdpp.serve.job import Job, JobState
-from svdpp.serve.queue import JobQueue, _insert_job
+from svdpp.serve.queue import JobQueue
+from svdpp.serve.queue_sql import insert_job
 from tests.support.backends import Postgres, postgres_server
 from tests.support.engines import SAMPLING, add, dummy_job, new_job
 from tests.support.http_server import DUMMY, HttpServer
@@ -141,7 +142,7 @@ def _fleet_queues(
             queue.model_key = "svd"
         with queues[0].backend.transaction() as connection:
             for index in range(queued):
-                _insert_job(
+                insert_job(
                     connection, new_job(model="svd", owner=f"owner{index % _OWNERS}", **_JOB)
                 )
         server.execute("ANALYZE")
@@ -227,7 +228,7 @@ def _run_servers(asked: argparse.Namespace) -> None:
         idle = _statements(database, asked.seconds) / asked.seconds
         with queue.backend.transaction() as connection:
             for seed in range(jobs):
-                _insert_job(connection, dummy_job(seed, model="dummy", sampling=sampling))
+                insert_job(connection, dummy_job(seed, model="dummy", sampling=sampling))
         alone = _rate(queue, 1, asked.seconds)
         for _ in range(1, asked.real):
             start_server()

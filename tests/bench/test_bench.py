@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
+import re
 import shlex
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +25,8 @@ from svdpp.config.cost_files import read_costs
 from svdpp.errors import InputError, OutOfMemoryError, RequestError
 from tests.support.made_up_runs import EVEN, bench_of, config_of, replayed, round_of
 
+_SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
+
 
 def _file(folder: Path, text: str) -> str:
     path = folder / "mine.yaml"
@@ -33,6 +37,21 @@ def _file(folder: Path, text: str) -> str:
 def test_what_is_shipped_is_valid() -> None:
     assert shipped() == ["smoke", "svd-xt", "wan-a14b"]
     assert [read_config(name, []).experiment for name in shipped()] == shipped()
+
+
+@pytest.mark.parametrize("script", sorted(_SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
+def test_scripts_of_benchmarks_import_names_that_exist(script: Path) -> None:
+    """Only the text of the modules is read, because some need packages of extras."""
+    root = script.parents[1]
+    for node in ast.walk(ast.parse(script.read_text())):
+        if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("svdpp")):
+            continue
+        package = root / str(node.module).replace(".", "/")
+        path = package.with_suffix(".py") if not package.is_dir() else package / "__init__.py"
+        text = path.read_text()
+        for name in (each.name for each in node.names):
+            is_module = (package / f"{name}.py").exists()
+            assert is_module or re.search(rf"\b{name}\b", text), f"{node.module} has no {name}"
 
 
 def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> None:
