@@ -104,6 +104,7 @@ def describe(family: str) -> dict[str, Any]:
         "pipelines": list(dict.fromkeys(filter(None, classes.values()))),
         "inputs": [what for what, name in classes.items() if name is not None],
         "last_image": "refused" if spec.last_image_arguments is None else "optional",
+        "max_references": spec.max_references,
         "schedulers": list(spec.schedulers),
         "lora": spec.loras,
         "gguf": spec.gguf,

@@ -14,6 +14,7 @@ OPTION_OF_FIELD = {
     "num_frames": "frames",
     "max_sequence_length": "max-prompt-tokens",
     "loras": "lora",
+    "references": "reference",
     "denoisers": "denoiser",
     "dummy_latent_shape": "latent-shape",
 }

@@ -53,6 +53,7 @@ class ProfileOptions(WithoutAppearance, WithoutLayout, PromptOptions):
     prompts: Path | None = None
     negative_prompt: str | None = None
     last_image: Path | None = None
+    reference: list[Path] | None = None
     video: list[str] | None = None
 
 

@@ -71,6 +71,11 @@ class RunOptions(ServerRunOptions):
         """Whether ranks are started for clips that end at an image; None: if the model needs it."""
         return None if self.jobs is not None else self.last_image is not None
 
+    @property
+    def num_references(self) -> int:
+        """Number of references of each clip; 0 if lines of a jobs file name their own."""
+        return 0 if self.jobs is not None else len(self.reference_paths)
+
     def all_seeds(self) -> list[int]:
         """Return the seeds of each input's clips.
 
@@ -117,6 +122,7 @@ class RunOptions(ServerRunOptions):
             last_image_use=self.last_image_use,
             last_image_reason="" if checkpoint is None else checkpoint.last_image_reason,
             last_image=None if self.last_image is None else str(self.last_image),
+            references=self.reference_paths,
             videos=self.video_paths,
             format=self.policy(is_restarted=False).format,
             max_pixels=self.max_megapixels * 10**6,
@@ -157,6 +163,7 @@ def run(
         device=device,
         from_image=options.from_image,
         has_last_image=options.has_last_image,
+        num_references=options.num_references,
         clip_loras=loras_of(jobs),
     )
     if launched is None:  # under a launcher, ranks other than rank 0 do not know the jobs
@@ -231,7 +238,9 @@ class RunCommand:
         has_jobs = options.jobs is not None
         policy = options.policy(is_restarted=is_restarted, replaces_changed=has_jobs)
         sampling = options.sampling_config(
-            from_image=options.from_image, has_last_image=options.has_last_image
+            from_image=options.from_image,
+            has_last_image=options.has_last_image,
+            num_references=options.num_references,
         )
         command = cls(
             console=console,
@@ -391,9 +400,8 @@ class RunCommand:
         from svdpp.driver.pipeline import Pipeline
 
         latents = self.options.latents_dir
-        files = [job.made_from.media_file for job in jobs if job.made_from.media_file]
+        files = [image for job in jobs for image in job.made_from.images]
         files += [video for job in jobs for _, video in job.made_from.videos]
-        files += [job.made_from.last_image for job in jobs if job.made_from.last_image]
         folders = {file.path.parent: file.path for file in files}
         loras = {Path(lora.name).expanduser() for lora in config.model.clip_loras}
         shared = [self.policy.folder, *folders.values(), *filter(Path.exists, sorted(loras))]
@@ -558,8 +566,7 @@ def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
     for job in jobs:
         own = job.sampling or sampling
         _, found = files.setdefault((own.width, own.height, own.fit), (own, {}))
-        images = job.made_from.media_file, job.made_from.last_image
-        found |= {image: None for image in images if image is not None}
+        found |= dict.fromkeys(job.made_from.images)
     remarks = [text for own, found in files.values() for text in input_remarks(found, own)]
     more = len(remarks) - _MAX_REMARKS
     return remarks[:_MAX_REMARKS] + ([f"and {more} more of this kind"] if more > 0 else [])

@@ -41,7 +41,8 @@ _MAX_PATIENCE_SECONDS = 30 * 86400.0
 # no effect.
 _TAKEN = frozenset(
     {"steps", "num_frames", "height", "width", "fit", "fps", "param", "seed", "negative_prompt"}
-    | {"last_image", "video", "max_megapixels", "jobs", "keep_going", "out", "name", "resume"}
+    | {"last_image", "reference", "video", "max_megapixels"}
+    | {"jobs", "keep_going", "out", "name", "resume"}
     | {"overwrite", "dry_run", "server", "server_timeout", "model", "device"}
     | {*OPTION_PARAMS} - {"decode_chunk_size"}
 )
@@ -204,6 +205,7 @@ class _ServerRun:
             seed=options.seed or 0,
             negative_prompt=options.negative_prompt,
             last_image=None if last_image is None else str(last_image),
+            references=options.reference_paths,
             videos=options.video_paths,
             format="mp4",
             max_pixels=options.max_megapixels * 10**6,

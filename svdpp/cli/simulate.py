@@ -76,6 +76,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     prompts: Path | None = None
     negative_prompt: str | None = None
     last_image: Path | None = None
+    reference: list[Path] | None = None
     video: list[str] | None = None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -159,7 +159,12 @@ def verify(
     require(options.image is None, "--image is for finished clips", "give the image as INPUT")
     from_image = not options.is_dummy and (bool(inputs) or options.needs_image)
     has_last_image = options.last_image is not None or options.needs_last_image
-    sampling = options.sampling_config(from_image=from_image, has_last_image=has_last_image)
+    inputs_of_clips: dict[str, Any] = {
+        "from_image": from_image,
+        "has_last_image": has_last_image,
+        "num_references": len(options.reference_paths),
+    }
+    sampling = options.sampling_config(**inputs_of_clips)
     requests = []
     if not is_secondary_rank(launched):
         requests = _requests(options, inputs, sampling)
@@ -168,8 +173,7 @@ def verify(
         launched=launched,
         # The CPU is allowed for every model, because a verification need not be fast.
         device=options.device_name(any_on_cpu=True),
-        from_image=from_image,
-        has_last_image=has_last_image,
+        **inputs_of_clips,
     ).resolve()
     if is_secondary_rank(launched):  # only rank 0 compares tensors, so other ranks are done
         from svdpp.cli.progress import serve_member

@@ -414,6 +414,9 @@ class BatchRun:
         for name, file in (("input", made_from.media_file), ("last_image", made_from.last_image)):
             if file is not None and name in metadata:
                 metadata[name] = recorded_path(file.path, self._folder)
+        if made_from.references:
+            paths = [recorded_path(file.path, self._folder) for file in made_from.references]
+            metadata["references"] = paths
         for name, file in made_from.videos:
             metadata["videos"][name] = recorded_path(file.path, self._folder)
         metadata["output"] = clip.output

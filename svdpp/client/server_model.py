@@ -12,6 +12,7 @@ from typing import Any
 
 from svdpp.config import SAMPLING_CLASSES, SamplingConfig
 from svdpp.config.limits import require
+from svdpp.config.pipeline import REFERENCES
 from svdpp.config.sampling import params_by_field
 from svdpp.driver.job_lines import LineDefaults
 from svdpp.driver.run_job import RunJob
@@ -100,7 +101,7 @@ class ServerModel:
                 details={"field": "width", "size": size, "sizes": list(sizes)},
             )
         self._check_loras(job)
-        files = [file for _, file in _files(job)]
+        files = [*(file for _, file in _files(job)), *job.made_from.references]
         limit = int(self.description["limits"]["max_line_bytes"]) - _LINE_OVERHEAD_BYTES
         num_bytes = sum(-(-file.path.stat().st_size // 3) * 4 for file in files)
         if num_bytes > limit:
@@ -160,6 +161,8 @@ class ServerModel:
             ]
         if made_from.media_file is None:
             body.pop("fit", None)
+        if made_from.references:
+            body[REFERENCES] = [_encoded(file) for file in made_from.references]
         return body | {name: _encoded(file) for name, file in _files(job)}
 
 
@@ -182,7 +185,7 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
 
 
 def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
-    """Return the input files of a job, as pairs of a request's field name and a file."""
+    """Return the input files of a job but its references, each with the name of its field."""
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]

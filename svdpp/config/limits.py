@@ -30,6 +30,8 @@ MAX_LORA_WEIGHT = 100.0
 #: Largest number of LoRAs of a model, and largest number of further LoRAs of one clip.
 MAX_LORAS = 16
 MAX_PROMPT_CHARACTERS = 20_000
+#: Largest number of references of a clip, besides its input image.
+MAX_REFERENCES = 16
 #: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50
 #: Size of an image, in millions of pixels, above which clips of smaller images are scheduled first.

@@ -20,6 +20,7 @@ from svdpp.config.families.registry import (
     OPTION_PARAMS,
     SAMPLING_CLASSES,
     SamplingConfig,
+    check_references,
     check_takes_last_image,
 )
 from svdpp.config.families.svd import SvdSampling
@@ -204,6 +205,7 @@ def sampling_of_model(
     *,
     from_image: bool = True,
     has_last_image: bool = False,
+    num_references: int = 0,
     memory_opt: bool = False,
 ) -> SamplingConfig:
     """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
@@ -214,6 +216,7 @@ def sampling_of_model(
         values: Values by field name; a value of None counts as not given.
         from_image: Whether clips start from an image, if the family also makes clips from text.
         has_last_image: Whether clips also end at an image.
+        num_references: Number of references of each clip, besides its input image.
         memory_opt: Whether to decode two frames at once, unless `decode_chunk_size` is given.
 
     Raises:
@@ -235,8 +238,10 @@ def sampling_of_model(
         raise RequestError(wrong, f"leave `{name}` out", details=details)
     if has_last_image:
         check_takes_last_image(family)
+    check_references(family, num_references)
     if "from_image" in names:
         given |= {"from_image": from_image, "has_last_image": has_last_image}
+        given["num_references"] = num_references
     sampling: SamplingConfig = kind(**{**sampling_defaults(model_name), **given})
     return sampling
 
@@ -385,6 +390,17 @@ IMAGE = "image"
 #: Name of the image at which a clip ends, among the input files; most pipelines have an argument of
 #: this name.
 LAST_IMAGE = "last_image"
+#: Name of the field with the references of a clip.
+REFERENCES = "references"
+
+
+def reference_names(count: int) -> tuple[str, ...]:
+    """Return the names of a clip's references among the input files, in order.
+
+    Args:
+        count: Number of references besides the clip's input image.
+    """
+    return tuple(f"reference_{place}" for place in range(1, count + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -417,6 +433,9 @@ class ClipRequest:
     made from text alone."""
     last_image: str | None = None
     """Path of the image at which the clip ends, for families that take one."""
+    references: tuple[str, ...] = ()
+    """Paths of the references: images of what the clip shows, besides its input image, in the order
+    in which the model gets them. For families that take them."""
     prompt: str | None = None
     """Prompt; None: the model takes none."""
     negative_prompt: str | None = None
@@ -426,6 +445,9 @@ class ClipRequest:
     yet."""
     last_image_sha256: str | None = None
     """SHA-256 of the last image in hex, computed when the image was checked; None: not checked
+    yet."""
+    references_sha256: tuple[str, ...] = ()
+    """SHA-256 of each reference in hex, computed when the images were checked; empty: not checked
     yet."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
@@ -453,6 +475,10 @@ class ClipRequest:
         images = ("image", "image_sha256", "last_image", "last_image_sha256")
         for name in (*images, "latents_key"):
             check_type(name, getattr(self, name), str, type(None))
+        for name in ("references", "references_sha256"):
+            check_type(name, getattr(self, name), tuple)
+            for each in getattr(self, name):
+                check_type(name, each, str)
         if self.done_steps and self.latents_key is None:
             raise ValueError("done_steps requires latents_key, which names the latent checkpoint")
 
@@ -466,6 +492,9 @@ class ClipRequest:
         given = {
             name: (path, sha256) for name, (path, sha256) in images.items() if path is not None
         }
+        names = reference_names(len(self.references))
+        checked = self.references_sha256 or (None,) * len(names)
+        given |= zip(names, zip(self.references, checked, strict=True), strict=True)
         hashes = self.videos_sha256
         return given | {name: (path, hashes.get(name)) for name, path in self.videos.items()}
 
@@ -537,7 +566,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     # These fields are left out if a clip's JSON lacks them, as that of svdpp 0.3 does.
     optional = (
         *("components", "lora", "denoiser", "attention_backend"),
-        *("last_image_sha256", "vae_tiling"),
+        *("last_image_sha256", "references_sha256", "vae_tiling"),
     )
     added = tuple(name for name in optional if name in metadata)
     if family == "svd":  # for SVD without the field `family`, which the JSON of svdpp 0.3 lacks
@@ -562,11 +591,12 @@ def configuration_fields() -> frozenset[str]:
 def sampling_fields(family: str) -> tuple[str, ...]:
     """Return the names of a family's sampling parameters that are fields of a clip's JSON.
 
-    `has_last_image` is no field of the JSON, because the hash of the last image tells whether there
-    is one.
+    `has_last_image` and `num_references` are no fields of the JSON, because the hashes of the
+    images tell how many there are.
     """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
-    return tuple(name for name in names if name not in ("family", "has_last_image"))
+    known = ("family", "has_last_image", "num_references")
+    return tuple(name for name in names if name not in known)
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Self, get_args
 from svdpp.config.limits import (
     MAX_CLIP_PIXELS,
     MAX_FRAMES,
+    MAX_REFERENCES,
     MAX_SIDE,
     MAX_STEPS,
     check_choice,
@@ -209,6 +210,10 @@ class CommonSampling:
     #: Whether the family's pipeline crops an image of another shape than the clip; other pipelines
     #: stretch it.
     crops_image: ClassVar[bool] = False
+    #: Whether the family's pipeline keeps the shape of its images, which are references.
+    keeps_image_shape: ClassVar[bool] = False
+    #: Largest ratio of an image's longer side to its shorter one; None: the limit of all images.
+    max_image_aspect: ClassVar[int | None] = None
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
     #: Further videos that each clip takes: by the argument of the pipeline's `__call__`, the side
@@ -357,9 +362,14 @@ class PromptedSampling(CommonSampling):
     """Whether clips start from an image; False: they are made from text alone."""
     has_last_image: bool = False
     """Whether clips have a last image, at which they end, besides the first image."""
+    num_references: int = 0
+    """Number of references of each clip: images of what it shows, besides its input image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_int("num_references", self.num_references, 0, MAX_REFERENCES)
+        wrong = "`references` need an image, too, which is the first of them"
+        require(self.from_image or not self.num_references, wrong, "give one of them as the image")
         if self.has_last_image:
             require(self.from_image, "`last_image` needs a first image, too", "give both images")
             too_few = f"`last_image` needs at least 2 `num_frames`, got {self.num_frames}"

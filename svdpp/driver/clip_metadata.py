@@ -89,6 +89,7 @@ def clip_metadata(
         "input": None if media_file is None else recorded_path(media_file.path, folder),
         "input_sha256": None if media_file is None else media_file.sha256,
         **_last_image(inputs.last_image, folder),
+        **_references(inputs.references, folder),
         **(_videos(inputs, folder) if sampling.videos else {}),
         "output": Path(output.path).name,
         "seed": seed,
@@ -123,6 +124,15 @@ def _last_image(image: MediaFile | None, folder: Path) -> dict[str, str]:
     if image is None:
         return {}
     return {"last_image": recorded_path(image.path, folder), "last_image_sha256": image.sha256}
+
+
+def _references(images: Sequence[MediaFile], folder: Path) -> dict[str, list[str]]:
+    if not images:
+        return {}
+    return {
+        "references": [recorded_path(image.path, folder) for image in images],
+        "references_sha256": [image.sha256 for image in images],
+    }
 
 
 def _videos(inputs: ClipInput, folder: Path) -> dict[str, dict[str, str]]:
@@ -224,6 +234,8 @@ class _ClipMetadata(BaseModel):
     input_sha256: _Sha256 | None
     last_image: str | None = None  # the field exists only for clips that end at an image
     last_image_sha256: _Sha256 | None = None
+    references: list[str] = Field(default_factory=list)  # only for clips that have references
+    references_sha256: list[_Sha256] = Field(default_factory=list)
     output: str
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
@@ -286,7 +298,7 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
 # Fields that only some clips have in their metadata.
 _MAY_BE_MISSING = {
     *("audio_sha256", "components", "lora", "denoiser", "attention_backend"),
-    *("last_image", "last_image_sha256", "vae_tiling"),
+    *("last_image", "last_image_sha256", "references", "references_sha256", "vae_tiling"),
 }
 
 _METADATA_MODELS = {family: _metadata_model(family) for family in SAMPLING_CLASSES}
@@ -348,8 +360,10 @@ def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters from a clip's checked metadata."""
     names = ("family", *sampling_fields(metadata["family"]))
     has_last_image = metadata.get("last_image_sha256") is not None
-    last_image = {"has_last_image": True} if has_last_image else {}
-    return sampling_from({name: metadata[name] for name in names} | last_image)
+    given: dict[str, Any] = {"has_last_image": True} if has_last_image else {}
+    if "references_sha256" in metadata:
+        given["num_references"] = len(metadata["references_sha256"])
+    return sampling_from({name: metadata[name] for name in names} | given)
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:

@@ -20,7 +20,8 @@ CLIP_TABLE = "clips.jsonl"
 # Largest size of a table in bytes, which is far above a table with `MAX_CLIPS` clips.
 _MAX_BYTES = 2**30
 _REQUEST_FIELDS = (
-    *("output", "input", "last_image", "videos", "prompt", "negative_prompt", "lora", "seed"),
+    *("output", "input", "last_image", "references", "videos"),
+    *("prompt", "negative_prompt", "lora", "seed"),
 )
 _RESULT_FIELDS = (
     *("parameters_sha256", "input_sha256", "latents_sha256", "frames_sha256", "audio_sha256"),

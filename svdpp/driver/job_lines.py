@@ -5,6 +5,7 @@ The errors of all lines are collected, each with line and field.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,11 @@ from svdpp.config import (
     VideoFormat,
     parse_loras,
 )
-from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
+from svdpp.config.families.registry import (
+    LAST_IMAGE_FAMILIES,
+    REFERENCE_FAMILIES,
+    check_references,
+)
 from svdpp.config.limits import (
     MAX_FRAMES,
     MAX_SEED,
@@ -31,7 +36,7 @@ from svdpp.config.limits import (
     is_number,
     shown,
 )
-from svdpp.config.pipeline import LAST_IMAGE, check_prompt
+from svdpp.config.pipeline import LAST_IMAGE, REFERENCES, check_prompt
 from svdpp.config.sampling import SHARED, as_whole, frames_of_seconds, params_by_field
 from svdpp.driver.clip_names import check_out_name
 from svdpp.driver.job_files import JobFile, JobLine
@@ -73,6 +78,8 @@ class LineDefaults:
     last_image: str | None = None
     """Path of the last image of clips from an image, relative to the working folder; None: clips
     have no last image."""
+    references: tuple[str, ...] = ()
+    """Paths of the references of clips from an image, relative to the working folder."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of additional input videos, by field name, relative to the working folder."""
     format: VideoFormat = "mp4"
@@ -128,8 +135,10 @@ class LineReader:
         prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
         image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
         last_image = () if self._defaults.last_image_use == "refused" else (LAST_IMAGE,)
+        references = (REFERENCES,) if self._kind.family in REFERENCE_FAMILIES else ()
+        images = (*image, *last_image, *references)
         more = ("seed", "size", "width", "height", "seconds", "lora", "out")
-        return (*image, *last_image, *self._kind.videos, *prompts, *more, *self._params)
+        return (*images, *self._kind.videos, *prompts, *more, *self._params)
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
@@ -146,7 +155,7 @@ class LineReader:
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
-            **{"negative_prompt": "negative_prompt", "loras": "lora"},
+            **{REFERENCES: REFERENCES, "negative_prompt": "negative_prompt", "loras": "lora"},
         }
 
     # --- conversion of one line to a job --------------------------------------------------------
@@ -171,8 +180,14 @@ class LineReader:
         last_image = self._given_path(
             LAST_IMAGE, values, self._defaults.last_image_use, last_default
         )
+        references = () if image is None else self._defaults.references
+        with self._errors_of(REFERENCES):
+            references = self._references(values.get(REFERENCES)) or references
         sampling = self._sampling(
-            values, has_image=image is not None, has_last_image=last_image is not None
+            values,
+            has_image=image is not None,
+            has_last_image=last_image is not None,
+            num_references=len(references),
         )
         videos = {
             name: self._given_path(name, values, "needed", self._defaults.videos.get(name))
@@ -183,6 +198,7 @@ class LineReader:
             frames = None if sampling is None else sampling.video_frames
             media_file = self._media(self.image_field, image, frames)
         last_file = None if last_image is None else self._media(LAST_IMAGE, last_image, None)
+        found_references = [self._media(REFERENCES, path, None) for path in references]
         if sampling is None:
             return None
         for name, path in videos.items():
@@ -191,7 +207,8 @@ class LineReader:
         if negative is None:
             negative = self._defaults.negative_prompt
         found = tuple((name, file) for name, file in further if file is not None)
-        made_from = ClipInput(media_file, prompt, negative, found, last_file, loras)
+        images = tuple(file for file in found_references if file is not None)
+        made_from = ClipInput(media_file, prompt, negative, found, last_file, loras, images)
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -223,6 +240,9 @@ class LineReader:
             reason = self._defaults.last_image_reason
             families = f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}"
             self._add(f"model {model!r} takes no last image", reason or families, name)
+        elif name == REFERENCES:
+            families = f"families that take them: {', '.join(REFERENCE_FAMILIES)}"
+            self._add(f"model {model!r} takes no references", families, name)
         else:
             hint = nearest(name, (*self.fields, *self._aliases), "")
             self._add("is unknown", hint or f"the fields are {', '.join(self.fields)}", name)
@@ -255,6 +275,22 @@ class LineReader:
             path = self.file.folder / lora.name
             loras.append(replace(lora, name=str(path)) if path.exists() else lora)
         return tuple(loras)
+
+    def _references(self, value: Any) -> tuple[str, ...]:
+        """Return the paths of the references of a line: one path, or a list, which may be JSON."""
+        if value is None:
+            return ()
+        listed = value
+        if isinstance(value, str):
+            listed = _json_list(value) if value.lstrip().startswith("[") else [value]
+        if not (isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed)):
+            raise RequestError(
+                f"must be a list of files, got {shown(value)}",
+                f'write {REFERENCES}: ["a.jpg", "b.jpg"]',
+                details={"value": detail_value(value)},
+            )
+        check_references(self._kind.family, len(listed))
+        return tuple(str(self.file.folder / path) for path in listed)
 
     def _text(self, name: str, value: Any) -> str | None:
         if value is None:
@@ -289,7 +325,12 @@ class LineReader:
     # --- sampling parameters of a line ----------------------------------------------------------
 
     def _sampling(
-        self, values: Mapping[str, Any], *, has_image: bool, has_last_image: bool
+        self,
+        values: Mapping[str, Any],
+        *,
+        has_image: bool,
+        has_last_image: bool,
+        num_references: int,
     ) -> SamplingConfig | None:
         """Return the sampling parameters of a line. Lines with equal parameters share an object."""
         changes: dict[str, Any] = {}
@@ -313,6 +354,7 @@ class LineReader:
             self._set_frames_of_seconds(values, changes)
         if issubclass(self._kind, PromptedSampling):
             changes |= {"from_image": has_image, "has_last_image": has_last_image}
+            changes["num_references"] = num_references
         if self._errors:
             return None
         key = tuple(sorted(changes.items()))
@@ -416,6 +458,14 @@ class LineReader:
         hint = write_fields(error.hint, names)
         details = {key: value for key, value in error.details.items() if key != "field"}
         return self.file.error(line, message, hint, name, **details)
+
+
+def _json_list(text: str) -> Any:
+    """Parse the JSON of a list; text that is no JSON is returned unchanged."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> int | float:

@@ -36,6 +36,7 @@ from svdpp.driver.run_plan import JobResolver, PlannedClip, RunPlan
 from svdpp.errors import InputError, ModelError, RequestError, SvdppError
 from svdpp.media import output_files, video
 from svdpp.media.ffmpeg import find_ffmpeg
+from svdpp.media.inputs import check_image_shapes
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
@@ -45,7 +46,7 @@ _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mp
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
-    *("input_sha256", "last_image_sha256", "videos_sha256"),
+    *("input_sha256", "last_image_sha256", "references_sha256", "videos_sha256"),
     *("prompt", "negative_prompt", "seed", "lora"),
 )
 
@@ -219,12 +220,13 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
     )
 
 
-def _size_key(sampling: SamplingConfig) -> tuple[bool, int, bool, bool, int]:
+def _size_key(sampling: SamplingConfig) -> tuple[bool, int, bool, int, bool, int]:
     """Return a sort key for clips: by the model parts that a clip needs, then by its memory."""
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps
-    return from_image, pixels, branches, sampling.has_last_image, steps
+    references = sampling.num_references
+    return from_image, pixels, branches, references, sampling.has_last_image, steps
 
 
 def loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
@@ -296,6 +298,7 @@ def find_refused_jobs(
         if error is None:
             sampling = resolver.sampling_of(job) or config.sampling
             error = _refusal(checkpoint.check_request, sampling, job.request())
+            error = error or _refusal(check_image_shapes, job.made_from.images, sampling)
         if error is None:
             loras = job.made_from.loras
             if loras not in lora_errors:
@@ -309,7 +312,7 @@ def find_refused_jobs(
 def _refusal(check: Callable[..., object], *values: Any) -> SvdppError | None:
     try:
         check(*values)
-    except (RequestError, ModelError) as error:
+    except (RequestError, InputError, ModelError) as error:
         return error
     return None
 

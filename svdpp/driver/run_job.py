@@ -10,7 +10,10 @@ from svdpp.config import ClipRequest, SamplingConfig
 from svdpp.media.inputs import ClipInput
 
 #: Fields of `ClipRequest` that do not change the content of the clip: paths and finished steps.
-_PATHS_AND_STEPS = ("image", "last_image", "videos", "output", "latents_key", "done_steps")
+_PATHS_AND_STEPS = (
+    *("image", "last_image", "references", "videos"),
+    *("output", "latents_key", "done_steps"),
+)
 #: All other fields, which determine the content of the clip.
 _CONTENT_FIELDS = tuple(
     each.name for each in fields(ClipRequest) if each.name not in _PATHS_AND_STEPS

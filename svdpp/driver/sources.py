@@ -149,12 +149,13 @@ class SourceReader:
     def _fields(self, clip: ClipSource, index: int) -> dict[str, Any]:
         if not isinstance(clip, Mapping):
             clip = {"image": clip}
-        return {
-            str(name): self._path(value, index)
-            if isinstance(value, os.PathLike | Image.Image)
-            else value
-            for name, value in clip.items()
-        }
+        return {str(name): self._plain(value, index) for name, value in clip.items()}
+
+    def _plain(self, value: Any, index: int) -> Any:
+        """Return a value of a dict, with paths as texts in place of images and other paths."""
+        if isinstance(value, list | tuple):
+            return [self._plain(each, index) for each in value]
+        return self._path(value, index) if isinstance(value, os.PathLike | Image.Image) else value
 
     def _path(self, image: ImageSource, index: int) -> str:
         """Return the path of an image. A PIL image is first saved to a file, only once."""

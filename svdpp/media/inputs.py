@@ -14,7 +14,7 @@ from pathlib import Path
 from PIL import Image
 
 from svdpp.config import DEMO_MODELS, ClipRequest, Lora, PipelineConfig, SamplingConfig
-from svdpp.config.pipeline import IMAGE, LAST_IMAGE
+from svdpp.config.pipeline import IMAGE
 from svdpp.config.sampling import PromptedSampling
 from svdpp.errors import InputError, RequestError
 from svdpp.media.images import (
@@ -52,6 +52,15 @@ class ClipInput:
     """Image that becomes the clip's last frame; None: the last frame is not given."""
     loras: tuple[Lora, ...] = ()
     """LoRAs that the request adds to the model for this clip."""
+    references: tuple[MediaFile, ...] = ()
+    """Images of what the clip shows, besides its input image, in the order in which the model gets
+    them."""
+
+    @property
+    def images(self) -> tuple[MediaFile, ...]:
+        """Input image (or input video), last image and references."""
+        first = (self.media_file, self.last_image)
+        return (*(file for file in first if file is not None), *self.references)
 
     @property
     def name(self) -> str:
@@ -70,6 +79,8 @@ class ClipInput:
             negative_prompt=self.negative_prompt,
             last_image=None if self.last_image is None else str(self.last_image.path),
             last_image_sha256=None if self.last_image is None else self.last_image.sha256,
+            references=tuple(str(image.path) for image in self.references),
+            references_sha256=tuple(image.sha256 for image in self.references),
             videos={name: str(video.path) for name, video in self.videos},
             videos_sha256={name: video.sha256 for name, video in self.videos},
             loras=self.loras,
@@ -122,7 +133,7 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
     shape = sampling.width / sampling.height
     ratios = {file: file.width / file.height / shape for file in files}
     stretched = [file for file in files if not 1 / _STRETCHED <= ratios[file] <= _STRETCHED]
-    if stretched and sampling.fit == "stretch":
+    if stretched and sampling.fit == "stretch" and not sampling.keeps_image_shape:
         done, instead = "stretched", "crop or pad keeps its shape"
         if sampling.crops_image:
             done, instead = "cropped", "pad keeps all of it"
@@ -136,6 +147,30 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
                 f"{_name_first(converted)} {done}; read by diffusers' load_image, {instead}"
             )
     return remarks
+
+
+def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> None:
+    """Check that images are not narrower than the model's family allows.
+
+    Args:
+        files: Images of clips.
+        sampling: Sampling parameters of the clips. With another `fit` than `stretch`, images have
+            the shape of the clip.
+
+    Raises:
+        InputError: An image is too narrow.
+    """
+    highest = sampling.max_image_aspect
+    if highest is None or sampling.fit != "stretch":
+        return
+    for file in files:
+        if max(file.width, file.height) > highest * min(file.width, file.height):
+            raise InputError(
+                f"{str(file.path)!r} is too narrow: {file.width}x{file.height}, and the model "
+                f"takes images up to {highest}:1",
+                "`fit` crop or pad gives it the shape of the clip",
+                details={"width": file.width, "height": file.height, "max_aspect": highest},
+            )
 
 
 def _name_first(files: Sequence[MediaFile]) -> str:
@@ -321,6 +356,7 @@ def example_requests(
             seed=seed + clip,
             image=image,
             last_image=last if sampling.has_last_image else None,
+            references=(last,) * sampling.num_references,
             videos={} if image is None else dict.fromkeys(sampling.videos, image),
             prompt=text if takes_prompts else None,
         )
@@ -350,7 +386,7 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
         found[name], media_file = decode_input(read_bytes(Path(path)), Path(path), sampling, name)
         if sha256 not in (None, media_file.sha256):
             raise InputError(f"{path!r} has changed since the run began", details={"path": path})
-    return found if sampling.videos or LAST_IMAGE in found else found.get(IMAGE)
+    return found if found.keys() - {IMAGE} else found.get(IMAGE)
 
 
 def decode_input(
@@ -373,8 +409,9 @@ def decode_input(
     side, fit = sampling.videos.get(name), sampling.fit
     count = (sampling.video_frames if name == IMAGE else None) or sampling.frames
     width, height = side or sampling.width, side or sampling.height
-    if name == LAST_IMAGE or (name == IMAGE and not sampling.from_video):
+    if name not in sampling.videos and not (name == IMAGE and sampling.from_video):
         image, media_file = decode_image(data, path, MAX_PIXELS)
+        check_image_shapes([media_file], sampling)
         return fit_image(image, width, height, fit), media_file
     frames, size = [], (0, 0)
     with tempfile.TemporaryFile() as file:

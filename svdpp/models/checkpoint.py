@@ -25,6 +25,7 @@ from svdpp.config import (
 )
 from svdpp.config.families.registry import (
     FAMILY_SPECS,
+    check_references,
     check_takes_last_image,
 )
 from svdpp.config.families.spec import IMAGE_ENCODERS, CheckpointFacts, FamilySpec
@@ -248,6 +249,14 @@ class Checkpoint:
                 f"parameters have has_last_image={sampling.has_last_image}",
                 "set has_last_image accordingly",
             )
+        count = len(request.references)
+        if count != sampling.num_references:
+            raise RequestError(
+                f"the clip has {count} `references`, but its sampling parameters have "
+                f"num_references={sampling.num_references}",
+                "set num_references accordingly",
+                details={"count": count, "num_references": sampling.num_references},
+            )
 
     def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
         """Return `sampling` with the model's defaults in place of None, after checking it.
@@ -277,6 +286,7 @@ class Checkpoint:
             reason=why,
         )
         self._check_last_image(sampling)
+        check_references(self.family, sampling.num_references)
         if self.image_sizes is not None and sampling.from_image:
             check_image_size(*self.image_sizes, sampling.height, sampling.width)
         self.spec.check_sampling(self, sampling)

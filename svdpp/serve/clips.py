@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
-from svdpp.config.pipeline import LAST_IMAGE, latents_key
+from svdpp.config.pipeline import LAST_IMAGE, latents_key, reference_names
 from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.request_scheduler import RequestScheduler
@@ -90,6 +90,7 @@ class Admission:
             and sampling.frames <= default.frames
             and (sampling.decode_chunk_size or 0) <= (default.decode_chunk_size or 0)
             and sampling.uses_guidance <= default.uses_guidance
+            and sampling.num_references <= default.num_references
         )
         if is_no_larger or self._checkpoint is None:
             return
@@ -133,7 +134,7 @@ class Admission:
 #: separately.
 _SHAPE = (
     *("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length"),
-    *("from_image", "has_last_image"),
+    *("from_image", "has_last_image", "num_references"),
 )
 
 
@@ -284,8 +285,16 @@ class RequestBuilder:
             name: MediaFile(file, job.further_inputs[name], 0, 0) for name, file in paths.items()
         }
         last_image = further.pop(LAST_IMAGE, None)
-        videos = tuple(further.items())
-        return ClipInput(photo, job.prompt, job.negative_prompt, videos, last_image)
+        names = reference_names(job.sampling.num_references)
+        references = tuple(further.pop(name) for name in names)
+        return ClipInput(
+            photo,
+            job.prompt,
+            job.negative_prompt,
+            videos=tuple(further.items()),
+            last_image=last_image,
+            references=references,
+        )
 
     def _output(self, job: Job) -> OutputConfig:
         return OutputConfig(path=str(job.clip_path(self.folder)))

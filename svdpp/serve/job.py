@@ -60,7 +60,7 @@ class Job:
         input_pixels: Width times height of the image; 0 without an image.
         remarks: Sentences for the owner about unexpected changes to the image or video.
         further_inputs: SHA-256 of each further input file, such as the last image or a control
-            video, by the field of the request.
+            video, by the field of the request; references are `reference_1` and so on.
         server: Id of the server that has claimed or ended the job; None: no server has.
         fencing_token: Number of times that servers have claimed the job; always 0 in a queue that
             is not shared.
@@ -191,8 +191,10 @@ def job_to_row(job: Job) -> dict[str, Any]:
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
-    if not job.sampling.has_last_image:
-        sampling.pop("has_last_image", None)  # servers of svdpp 0.5 do not know this parameter
+    # servers of earlier versions of svdpp do not know these parameters
+    for name in ("has_last_image", "num_references"):
+        if not getattr(job.sampling, name):
+            sampling.pop(name, None)
     if job.loras:
         sampling["loras"] = list(map(asdict, job.loras))
     values |= {"sampling": json.dumps(sampling), "state": str(job.state)}

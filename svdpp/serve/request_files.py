@@ -9,11 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from svdpp.config.pipeline import LAST_IMAGE
 from svdpp.errors import InputError
-from svdpp.media.inputs import input_remarks
+from svdpp.media.inputs import check_image_shapes, input_remarks
 from svdpp.serve.job import Job
-from svdpp.serve.request_schema import VideoRequest
+from svdpp.serve.request_schema import VideoRequest, field_of
 from svdpp.serve.schemas import IMAGE_FIELD, write_request_fields
 from svdpp.serve.store import FileStore
 from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
@@ -49,13 +48,17 @@ class RequestFiles:
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Add the field's name to errors about an uploaded file that the `with` block raises."""
+        """Add the field's name to errors about an uploaded file that the `with` block raises.
+
+        Args:
+            field_name: Name of the file, as in `VideoRequest.files`.
+        """
         try:
             yield
         except InputError as error:
             # The file also looks missing if the disk is not mounted; then `check` raises an error.
             self._store.check()
-            error.details["field"] = field_name
+            error.details["field"] = field_of(field_name)
             raise
 
     def save(
@@ -88,10 +91,13 @@ class RequestFiles:
                     upload.file, job.id, name, frames, further, job.owner, decoded
                 )
             uploads.callback(self._store.discard, file.path)
+            # Clients know the file by the name that they sent, not by its name on the server.
+            sent = replace(file, path=Path(name))
+            with self._errors_of(field_name):
+                check_image_shapes([sent], job.sampling)
             self._store.put(file.path)
-            if is_input or field_name == LAST_IMAGE:
-                # Clients know the file by the name that they sent, not by its name on the server.
-                named.append(replace(file, path=Path(name)))
+            if is_input or not frames:
+                named.append(sent)
             if is_input:
                 values |= {"input_file": file.path.name, "input_name": name}
                 values |= {"input_sha256": file.sha256, "input_pixels": file.width * file.height}
@@ -104,8 +110,6 @@ class RequestFiles:
 
 def _video_frames(job: Job, field_name: str) -> int:
     """Return how many frames of a field's video a clip uses; 0 if the field takes an image."""
-    if field_name == LAST_IMAGE:
-        return 0
     if field_name == IMAGE_FIELD:
         return job.sampling.video_frames or 0
-    return job.sampling.frames
+    return job.sampling.frames if field_name in job.sampling.videos else 0

@@ -31,9 +31,19 @@ from pydantic import (
 from pydantic_core import from_json
 
 from svdpp.config import Fit, Param, PromptedSampling, SamplingConfig
-from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
-from svdpp.config.limits import MAX_FRAMES, MAX_PROMPT_CHARACTERS, MAX_SEED, MAX_STEPS
-from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.config.families.registry import (
+    FAMILY_SPECS,
+    LAST_IMAGE_FAMILIES,
+    REFERENCE_FAMILIES,
+)
+from svdpp.config.limits import (
+    MAX_FRAMES,
+    MAX_PROMPT_CHARACTERS,
+    MAX_REFERENCES,
+    MAX_SEED,
+    MAX_STEPS,
+)
+from svdpp.config.pipeline import LAST_IMAGE, REFERENCES, reference_names
 from svdpp.config.sampling import as_whole, frames_of_seconds, params_by_field
 from svdpp.errors import nearest
 from svdpp.models.checkpoint import Checkpoint, InputUse
@@ -50,6 +60,7 @@ _UNSUPPORTED = {
     "boundary_ratio": "the value of the checkpoint is used",
     "guidance_rescale": "this model does not use guidance_rescale",
     LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
+    REFERENCES: f"families that take them: {', '.join(REFERENCE_FAMILIES)}",
 }
 
 MAX_PRIORITY = 9
@@ -147,6 +158,19 @@ _NUMBER = BeforeValidator(_reject_bool)
 _Upload = Annotated[UploadFile, BeforeValidator(_parse_upload)]
 
 
+_REFERENCE_NAMES = frozenset(reference_names(MAX_REFERENCES))
+
+
+def field_of(file_name: str) -> str:
+    """Return the name of the request's field with a file of `VideoRequest.files`."""
+    return REFERENCES if file_name in _REFERENCE_NAMES else file_name
+
+
+def _listed(value: Any) -> Any:
+    """Return a single upload as a list of one; forms and some clients send it so."""
+    return value if value is None or isinstance(value, list) else [value]
+
+
 class VideoRequest(BaseModel):
     """Body of `POST /v1/videos`. A field that is left out has the model's default.
 
@@ -211,8 +235,10 @@ class VideoRequest(BaseModel):
 
     @property
     def files(self) -> dict[str, UploadFile]:
-        """Uploaded files by the name of the field."""
-        return {name: value for name, value in self if hasattr(value, "filename")}
+        """Uploaded files by the name of the field; references by `reference_names`."""
+        files = {name: value for name, value in self if hasattr(value, "filename")}
+        references = self.value(REFERENCES) or []
+        return files | dict(zip(reference_names(len(references)), references, strict=True))
 
 
 _VIDEO = "MP4, MOV, WebM or Matroska; an image is repeated for all frames"
@@ -242,6 +268,14 @@ def _last_image_fields(use: InputUse) -> dict[str, Any]:
         case "optional":
             return {LAST_IMAGE: (_Upload | None, Field(None, description=f"{text}; optional."))}
     return {}
+
+
+def _reference_fields(highest: int) -> dict[str, Any]:
+    if not highest:
+        return {}
+    text = f"Up to {highest} further images of what the clip shows; the first is {IMAGE_FIELD}."
+    kind = Annotated[list[_Upload] | None, BeforeValidator(_listed)]
+    return {REFERENCES: (kind, Field(None, max_length=highest, description=text))}
 
 
 def _video_fields(names: Iterable[str]) -> dict[str, Any]:
@@ -372,6 +406,10 @@ class Capabilities:
         return params_by_field(type(self.sampling))
 
     @property
+    def _max_references(self) -> int:
+        return FAMILY_SPECS[self.sampling.family].max_references
+
+    @property
     def _lora_names(self) -> tuple[str, ...] | None:
         """Names of LoRAs that requests may use; None: any, because other servers may have more."""
         return None if self.is_shared and self.loras.fits_model else tuple(self.loras.names)
@@ -387,6 +425,7 @@ class Capabilities:
             __doc__=VideoRequest.__doc__,
             **_input_fields(self.image_use, videos=kind.from_video),
             **_last_image_fields(self.last_image_use),
+            **_reference_fields(self._max_references),
             **_video_fields(kind.videos),
             **_prompt_fields(kind),
             **_lora_field(self._lora_names),
@@ -401,6 +440,7 @@ class Capabilities:
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,
             LAST_IMAGE: self.last_image_use,
+            REFERENCES: "optional" if self._max_references else "refused",
             "prompt": self.prompt_use,
             "negative_prompt": "refused" if self.prompt_use == "refused" else "optional",
             **dict.fromkeys(self.sampling.videos, "needed"),
@@ -422,6 +462,7 @@ class Capabilities:
             "limits": {
                 "max_frames": self.max_frames,
                 "max_steps": self.max_steps,
+                "max_references": self._max_references,
                 "frames_unit": self.sampling.frames_unit,
                 "frames_remainder": self.sampling.frames_remainder,
                 "priority": [0, MAX_PRIORITY],
@@ -491,6 +532,7 @@ class Capabilities:
         if isinstance(self.sampling, PromptedSampling):
             arguments["from_image"] = IMAGE_FIELD in request.files
             arguments["has_last_image"] = LAST_IMAGE in request.files
+            arguments["num_references"] = len(request.value(REFERENCES) or ())
         return replace(self.sampling, **arguments)
 
     def _size(self, text: str) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from svdpp.config import SAMPLING_CLASSES
-from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.config.pipeline import LAST_IMAGE, REFERENCES
 from svdpp.errors import OutputError, error_from_dict
 from svdpp.media import output_files
 from svdpp.serve.archive import MAX_CLIPS, Archive, clip_members, zip_members
@@ -124,10 +124,13 @@ def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
     videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
     files = {IMAGE_FIELD, LAST_IMAGE, *videos}
     fields = form["properties"]
-    as_text = {
+    as_text: dict[str, Any] = {
         name: {**text, "description": f"{fields[name]['description']} Or a data URL."}
         for name in fields.keys() & files
     }
+    if REFERENCES in fields:
+        about = fields[REFERENCES]["description"]
+        as_text[REFERENCES] = {"type": "array", "items": text, "description": about}
     as_json = {**form, "properties": fields | as_text}
     kinds = {"multipart/form-data": {"schema": form}, JSON_MEDIA_TYPE: {"schema": as_json}}
     return {"required": True, "content": kinds}
@@ -174,9 +177,12 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 def _form_fields(form: FormData) -> dict[str, Any]:
     """Return the values of a form's fields, after a check that no field is repeated."""
+    items = form.multi_items()
+    fields = without_repetition([(name, value) for name, value in items if name != REFERENCES])
+    if references := [value for name, value in items if name == REFERENCES]:
+        fields[REFERENCES] = references
     # Browsers send line breaks as CRLF, JSON clients as LF. The same prompt must give the same
     # clip.
-    fields = without_repetition(form.multi_items())
     for name in ("prompt", "negative_prompt"):
         if isinstance(value := fields.get(name), str):
             fields[name] = value.replace("\r\n", "\n")

@@ -25,7 +25,7 @@ from svdpp.config import (
     configuration_fields,
     params_of,
 )
-from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.config.pipeline import LAST_IMAGE, REFERENCES, reference_names
 from svdpp.config.sampling import params_by_field
 from svdpp.errors import (
     SvdppError,
@@ -72,7 +72,7 @@ IMAGE_FIELD = "input_reference"
 #: Names of the request fields of all models.
 FIELDS = frozenset(
     {"model", "seed", "seconds", "size", "user", "priority", "callback_url", "lora"}
-    | {IMAGE_FIELD, LAST_IMAGE, "fit", "prompt", "negative_prompt"}
+    | {IMAGE_FIELD, LAST_IMAGE, REFERENCES, "fit", "prompt", "negative_prompt"}
 ).union(*((*params_by_field(kind), *kind.videos) for kind in SAMPLING_CLASSES.values()))
 
 #: Names of request fields, by the names of the corresponding configuration fields.
@@ -202,6 +202,8 @@ def video_from_job(
     further = {name: {"sha256": sha256} for name, sha256 in job.further_inputs.items()}
     if LAST_IMAGE in further:
         values[LAST_IMAGE] = further.pop(LAST_IMAGE)
+    if names := reference_names(job.sampling.num_references):
+        values[REFERENCES] = [further.pop(name) for name in names]
     if further:
         values["videos"] = further
     if job.loras:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from loguru import logger
 
 from svdpp.config import ClipRequest
-from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.config.pipeline import LAST_IMAGE, reference_names
 from svdpp.driver.clips import ClipProgress
 from svdpp.errors import OutputError
 from svdpp.media import output_files
@@ -274,10 +274,14 @@ class Service:
         files = request.files
         image = files.pop(IMAGE_FIELD, None)
         last_image = files.pop(LAST_IMAGE, None)
+        names = reference_names(sampling.num_references)
+        for name in names:
+            del files[name]
         clip_request = ClipRequest(
             seed=0,
             image=None if image is None else IMAGE_FIELD,
             last_image=None if last_image is None else LAST_IMAGE,
+            references=names,
             videos=dict.fromkeys(files, ""),
             **prompts,
         )

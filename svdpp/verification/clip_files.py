@@ -19,7 +19,7 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
-from svdpp.config.pipeline import LAST_IMAGE
+from svdpp.config.pipeline import LAST_IMAGE, reference_names
 from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
 from svdpp.driver.clip_table import CLIP_TABLE
 from svdpp.driver.manifest import MANIFEST
@@ -117,7 +117,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
         clip: Finished clip.
         image: Path of the file, or of a folder that contains it. None: the file is searched for at
             the recorded path, and then in the clip's folder.
-        name: Name of the input: `last_image`, or the name of a further video; "": the image.
+        name: Name of the input: `last_image`, the name of a reference or of a further video; "":
+            the image.
 
     Raises:
         InputError: No file in these places has the recorded SHA-256.
@@ -127,6 +128,10 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
     if name:
         if name == LAST_IMAGE:
             wanted, path = metadata["last_image_sha256"], metadata.get("last_image") or name
+        elif name in (names := reference_names(len(metadata.get("references_sha256", ())))):
+            place, paths = names.index(name), metadata.get("references", ())
+            wanted = metadata["references_sha256"][place]
+            path = paths[place] if place < len(paths) else name
         else:
             wanted, path = metadata["videos_sha256"][name], metadata["videos"].get(name, name)
             suffixes += VIDEO_SUFFIXES

@@ -22,7 +22,7 @@ from svdpp.config import (
     ParallelConfig,
     PipelineConfig,
 )
-from svdpp.config.pipeline import LAST_IMAGE, repeats_bits
+from svdpp.config.pipeline import LAST_IMAGE, reference_names, repeats_bits
 from svdpp.config.tolerance import BITWISE, Tolerance
 from svdpp.driver.clip_metadata import recorded_sampling
 from svdpp.driver.supervisor import Observer
@@ -214,6 +214,11 @@ def _new_task(
     last_sha256, last_image = metadata.get("last_image_sha256"), None
     if last_sha256 is not None:
         last_image = str(find_input_file(clip, settings.image, LAST_IMAGE))
+    references_sha256 = tuple(metadata.get("references_sha256", ()))
+    references = [
+        str(find_input_file(clip, settings.image, name))
+        for name in reference_names(len(references_sha256))
+    ]
     _check_weights(clip, config)
     request = ClipRequest(
         seed=metadata["seed"],
@@ -221,6 +226,8 @@ def _new_task(
         image_sha256=metadata["input_sha256"],
         last_image=last_image,
         last_image_sha256=last_sha256,
+        references=tuple(references),
+        references_sha256=references_sha256,
         videos=videos,
         videos_sha256=hashes,
         prompt=metadata.get("prompt"),

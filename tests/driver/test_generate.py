@@ -26,6 +26,7 @@ from svdpp.media.images import read_image
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.worker.messages import ClipDone, ClipFailed, StepDone
 from tests.support.shell import PHOTO, python
+from tests.support.tiny_families import save_tiny
 
 DEMO: dict[str, Any] = {"model": "demo", "device": "cpu"}
 TINY = {"steps": 2, "frames": 2, "width": 32, "height": 32}
@@ -70,6 +71,28 @@ def test_a_dict_is_one_clip_and_overrides_the_arguments(tmp_path: Path) -> None:
     assert sizes == [(5, 2), (2, 2), (2, 3)]
     assert [job.out for job in jobs] == ["", "", "last"]
     assert [job.made_from.name for job in jobs] == ["rocket"] * 3
+
+
+@pytest.mark.slow
+def test_references_of_a_dict_are_paths_and_images(tmp_path: Path) -> None:
+    save_tiny("minimax_h3_references", tmp_path / "model")
+    config = ModelConfig(name=str(tmp_path / "model"), family="minimax_h3_references")
+    source = SourceReader(
+        config,
+        find_checkpoint(config, weights=False),
+        {"width": 32, "height": 32},
+        format="mp4",
+        folder=tmp_path,
+    )
+    references = (Path(PHOTO), PHOTO, Image.open(PHOTO).rotate(90, expand=True))
+    (job,) = source.jobs({"image": PHOTO, "prompt": "sea", "references": references}, None, None, 0)
+    assert job.sampling is not None
+    assert job.sampling.num_references == 3
+    first, second, third = job.made_from.references
+    assert (first.path, first.sha256) == (Path(PHOTO), second.sha256)
+    assert (third.width, third.height) == (first.height, first.width)
+    with pytest.raises(RequestError, match="image: is missing"):
+        source.jobs({"prompt": "sea", "references": references}, None, None, 0)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from svdpp.config import SvdSampling, WanSampling
+from svdpp.config.families.minimax_h3 import MiniMaxH3ReferencesSampling
 from svdpp.driver.job_files import JobFile, JobLine, read_job_file
 from svdpp.driver.job_lines import MAX_PRINTED, LineDefaults, LineReader, raise_line_errors
 from svdpp.driver.run_job import RunJob
@@ -110,6 +111,50 @@ def test_a_line_has_a_last_image_of_its_own() -> None:
         }
         wrong = f"clips, line 2, last_image: model {defaults.model!r} takes no last image"
         assert messages[wrong].hint.startswith(hint)
+
+
+REFERENCES = LineDefaults(
+    model="h3",
+    sampling=MiniMaxH3ReferencesSampling(height=32, width=32),
+    prompt_use="needed",
+)
+
+
+def test_a_line_has_references_of_its_own() -> None:
+    name = Path(PHOTO).name
+    listed = f'{{"prompt": "sea", "image": "{name}", "references": ["{name}", "{name}"]}}'
+    one = f'{{"prompt": "sea", "image": "{name}", "references": "{name}"}}'
+    jobs, errors = read(f"{listed}\n{one}", REFERENCES)
+    assert errors == []
+    assert [len(job.made_from.references) for job in jobs] == [2, 1]
+    assert [job.sampling.num_references for job in jobs if job.sampling] == [2, 1]
+    assert jobs[0].request().references_sha256 == (jobs[0].made_from.references[0].sha256,) * 2
+
+    defaults = replace(REFERENCES, references=(PHOTO,) * 3)
+    table = f'prompt;image;references\nsea;{name};["{name}"]\nsea;{name};'
+    jobs, errors = read(table, defaults, kind="csv")
+    assert [len(job.made_from.references) for job in jobs] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("references", "words"),
+    [
+        ('["x.jpg"]', "line 1, references: "),
+        ('["a.jpg", 5]', "line 1, references: must be a list of files, got ['a.jpg', 5]"),
+        ('"[1"', "line 1, references: must be a list of files, got '[1'"),
+        (f"{['a.jpg'] * 9}".replace("'", '"'), "have at most 8 references besides their image"),
+    ],
+    ids=["missing", "number", "no JSON", "nine"],
+)
+def test_wrong_references_of_a_line_are_named(references: str, words: str) -> None:
+    name = Path(PHOTO).name
+    text = f'{{"prompt": "sea", "image": "{name}", "references": {references}}}'
+    jobs, (error, *_) = read(text, REFERENCES)
+    assert jobs == []
+    assert words in error
+    file = JobFile("clips", Path(PHOTO).parent, "jsonl", text)
+    (refused,) = LineReader(SVD, file).read(file.lines())[1][-1:]
+    assert "families that take them: minimax_h3_references" in refused.hint
 
 
 def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
 from svdpp.comm.packet import TensorSpec, check_tensors
@@ -119,6 +120,31 @@ def test_a_last_image_is_the_one_of_a_plain_call_of_diffusers(
     other = whole_clip(
         tiny_model.model, tiny_model.sampling, request, {**source, "last_image": photograph(2)}
     )[1]
+    assert not np.array_equal(other, ours)
+
+
+@pytest.mark.slow
+def test_references_are_those_of_a_plain_call_of_diffusers(tiny_models: TinyModels) -> None:
+    tiny_model, case = tiny_models("minimax-h3-references"), CASES["minimax-h3-references"]
+    request, source = tiny_model.request(), tiny_model.source
+    assert isinstance(source, dict)
+    ours = whole_clip(tiny_model.model, tiny_model.sampling, request, source)[1]
+    pipe = diffusers.ModularPipeline.from_pretrained(
+        tiny_model.checkpoint.folder, workflow="ref2va"
+    )
+    pipe.load_components()
+    pipe.processor = tiny_model.encoder._pipe.processor  # diffusers' own needs torchvision
+    references = [MiniMaxH3ImageReference(image=image) for image in source.values()]
+    plain = pipe(
+        references=references,
+        prompt=request.prompt,
+        generator=torch.Generator().manual_seed(request.seed),
+        num_inference_steps=tiny_model.steps + 1,
+        **{name: case.sampling[name] for name in ("height", "width", "num_frames")},
+    )
+    assert np.array_equal(ours, stack_frames(plain.values["videos"][0]))
+    turned = dict(zip(source, reversed(source.values()), strict=True))
+    other = whole_clip(tiny_model.model, tiny_model.sampling, request, turned)[1]
     assert not np.array_equal(other, ours)
 
 

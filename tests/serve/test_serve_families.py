@@ -16,12 +16,14 @@ from PIL import Image
 from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
+from svdpp.config.families.minimax_h3 import MiniMaxH3ReferencesSampling
 from svdpp.errors import InputError
 from svdpp.media.images import read_image
 from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256
 from svdpp.serve.job import new_id
 from svdpp.serve.request_schema import Capabilities
+from svdpp.serve.routes import _request_body
 from svdpp.serve.schemas import FIELDS, ApiError
 from svdpp.serve.uploads import UploadStore
 from svdpp.worker.tensor_files import tensor_sha256
@@ -107,7 +109,7 @@ def test_a_wrong_request_is_refused_at_once(
 def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     (model,) = wan.client.get("/v1/models").json()["data"]
 
-    inputs = {"input_reference": "refused", "last_image": "refused"}
+    inputs = dict.fromkeys(("input_reference", "last_image", "references"), "refused")
     inputs |= {"prompt": "needed", "negative_prompt": "optional"}
     assert (model["family"], model["inputs"]) == ("wan", inputs)
     assert {"guidance_scale", "guidance_scale_2", "flow_shift"} <= set(model["fields"])
@@ -362,6 +364,74 @@ def test_a_last_image_is_taken_as_the_model_takes_it(use: Any) -> None:
             server.validate(first)
     else:
         assert not server.sampling_of(server.validate(first)).has_last_image
+
+
+def _h3() -> Capabilities:
+    sampling = MiniMaxH3ReferencesSampling()
+    return _wan(sampling=sampling, image_use="needed")
+
+
+def test_references_are_a_list_of_files() -> None:
+    server, image = _h3(), f"data:image/jpeg;base64,{_BASE64}"
+    first = {"prompt": PROMPT, "input_reference": image}
+    for references, count in ((None, 0), (image, 1), ([image, image], 2)):
+        request = server.validate({**first, "references": references})
+        names = ["input_reference", *(f"reference_{place + 1}" for place in range(count))]
+        assert list(request.files) == names
+        assert server.sampling_of(request).num_references == count
+    about = server.to_json()
+    assert (about["inputs"]["references"], about["limits"]["max_references"]) == ("optional", 8)
+    with pytest.raises(ApiError, match="references"):
+        server.validate({**first, "references": [image] * 9})
+    with pytest.raises(ApiError, match="references is unknown") as caught:
+        _wan(image_use="needed").validate({**first, "references": image})
+    assert caught.value.hint == "families that take them: minimax_h3_references"
+    body = _request_body(server.request_model)["content"]["application/json"]["schema"]
+    assert body["properties"]["references"]["items"]["contentEncoding"] == "base64"
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.usefixtures("one_thread")
+def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> None:
+    folder = save_tiny("minimax_h3_references", tmp_path / "h3")
+    model = ("--model", str(folder), "--family", "minimax_h3_references")
+    size = ("--steps", "3", "--height", "32", "--width", "32", "--split", "balanced")
+    images = [example_images()[index] for index in (0, 1, 2)]
+    first, second, third = (image.read_bytes() for image in images)
+    form: dict[str, Any] = {"photo": first, "prompt": PROMPT, "seed": 1}
+    cpu = ("--device", "cpu", "--world", "2", "--threads", "1")
+    with ServerHere(tmp_path / "data", *cpu, *size, *model) as server:
+        server.wait_ready()
+        references = [("b.jpg", second), ("c.jpg", third)]
+        (id,) = server.add(**form, references=references, key="a")
+        video = server.wait_for(id, "completed", seconds=120)
+        hashes = [hashlib.sha256(data).hexdigest() for data in (second, third)]
+        assert video["references"] == [{"sha256": sha256} for sha256 in hashes]
+        answer = server.client.get(f"/v1/videos/{id}/input?field=reference_2")
+        assert answer.content == third
+        other = server.request(**form, references=references[::-1], key="a")
+        error_of(other, 422, "invalid_request")
+        wrong = server.request(**form, references=[references[0], ("c.jpg", b"x")])
+        bad = error_of(wrong, 422, "invalid_image")
+        assert bad["details"]["field"] == "references"
+        metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
+        server.client.post(f"/v1/videos/{id}/verify")
+        wait(lambda: server.video(id)["proof"] == "equal", lambda: f"{server.video(id)}")
+    assert metadata["references_sha256"] == hashes
+    names = ("image", "reference_1", "reference_2")
+    source: Any = dict(zip(names, map(_opened, images), strict=True))
+    sampling = MiniMaxH3ReferencesSampling(
+        num_inference_steps=3, height=32, width=32, from_image=True, num_references=2
+    )
+    latents, frames, _ = whole_clip(
+        ModelConfig(name=str(folder), family="minimax_h3_references"),
+        sampling,
+        ClipRequest(seed=1, prompt=PROMPT),
+        source,
+    )
+    expected = (tensor_sha256(latents[-1]), frames_sha256(frames))
+    assert (metadata["latents_sha256"], metadata["frames_sha256"]) == expected
 
 
 @pytest.mark.slow

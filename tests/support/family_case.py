@@ -31,6 +31,7 @@ class Case:
     sampling: dict[str, Any]
     image: bool = False
     last_image: bool = False
+    num_references: int = 0
     changes: dict[str, Any] = field(default_factory=dict)
     negative: str | None = None
     is_stateless: bool = False
@@ -56,5 +57,6 @@ class Case:
             values.pop("max_sequence_length")
         else:
             values |= {"from_image": self.image, "has_last_image": self.last_image}
+            values["num_references"] = self.num_references
         config: SamplingConfig = kind(**{**values, **changes})
         return config

@@ -116,15 +116,18 @@ class HttpServer:
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
     ) -> httpx.Response:
-        """Request a clip. Without a photograph, the request has no image."""
+        """Request a clip. Without a photograph, the request has no image; a list is sent as several
+        fields of one name.
+        """
         headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
         # Fields are sent as files, because httpx would not send a multipart form without a file.
-        files: dict[str, Any] = {
-            name: value if isinstance(value, tuple) else (None, str(value))
-            for name, value in form.items()
-        }
+        files: list[tuple[str, Any]] = [
+            (field, each if isinstance(each, tuple) else (None, str(each)))
+            for field, value in form.items()
+            for each in (value if isinstance(value, list) else [value])
+        ]
         if photo is not None:
-            files["input_reference"] = (name, photo)
+            files.append(("input_reference", (name, photo)))
         return self.client.post("/v1/videos", files=files, headers=headers)
 
     def add(self, number: int = 1, **form: Any) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
+from svdpp.config.pipeline import reference_names
 from svdpp.media.video import Frames
 from svdpp.models.base import DTYPES, LATENTS, Audio, ModelInput, Tensors
 from svdpp.models.checkpoint import Checkpoint, find_checkpoint
@@ -41,9 +42,15 @@ def photograph(seed: int = 0) -> Image.Image:
 
 
 def source(sampling: Any) -> ModelInput:
-    """Return the fitted input that a case needs: one or two images, frames of a video, or both."""
+    """Return the fitted input that a case needs: images, frames of a video, or both."""
     if sampling.has_last_image:
         return {"image": photograph(), "last_image": photograph(1)}
+    if sampling.num_references:
+        names = reference_names(sampling.num_references)
+        others = {
+            name: photograph(seed).rotate(90, expand=True) for seed, name in enumerate(names, 1)
+        }
+        return {"image": _frames(sampling) if sampling.from_video else photograph(), **others}
     if sampling.videos:
         sides = enumerate(sampling.videos.values(), start=1)
         videos = [_frames(sampling, seed, side) for seed, side in sides]

@@ -35,8 +35,8 @@ CASES: Mapping[str, Case] = {
 #: Name of the first test case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
-#: Words in the names of cases that differ from another one in scheduler or guidance alone, or whose
-#: image is encoded as that of another family.
+#: Words in the names of cases that differ from another one in scheduler, guidance or the number of
+#: references alone, or whose image is encoded as that of another family.
 _ALIKE = (
     "euler",
     "order",
@@ -47,6 +47,7 @@ _ALIKE = (
     "pyramid-video",
     "distilled-video",
     "1.5-modular-image",
+    "one-reference",
 )
 #: All other cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]

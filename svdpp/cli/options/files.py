@@ -27,7 +27,7 @@ from svdpp.cli.options.declare import (
     path_option,
 )
 from svdpp.config import VideoFormat
-from svdpp.config.families.registry import LAST_IMAGE_FAMILIES
+from svdpp.config.families.registry import LAST_IMAGE_FAMILIES, REFERENCE_FAMILIES
 from svdpp.config.limits import (
     MAX_CLIPS,
     MAX_MEGAPIXELS,
@@ -120,6 +120,15 @@ class PromptOptions:
             f"{', '.join(LAST_IMAGE_FAMILIES)}.",
         ),
     ] = None
+    reference: Annotated[
+        list[Path] | None,
+        path_option(
+            panel=PROMPTS,
+            metavar="FILE",
+            help="A further image of what each clip shows, repeatable; INPUT is the first. For "
+            f"models of the families {', '.join(REFERENCE_FAMILIES)}.",
+        ),
+    ] = None
     video: Annotated[
         list[str] | None,
         option(
@@ -143,7 +152,8 @@ class PromptOptions:
         Args:
             images: Images; None means a clip without an image.
             sampling: Sampling parameters of the clips.
-            max_pixels: Largest number of pixels of a last image, or of a frame of a further video.
+            max_pixels: Largest number of pixels of a last image or a reference, or of a frame of a
+                further video.
             example: Prompt if none is given; None: clips have no prompt.
 
         Returns:
@@ -162,18 +172,29 @@ class PromptOptions:
         last_image = None
         if self.last_image is not None:
             last_image = read_image(self.last_image, max_pixels)[1]
+        references = tuple(read_image(path, max_pixels)[1] for path in self.reference or ())
         if self.uses_captions:
-            captions = self._captions(images)
-            return [
-                ClipInput(image, prompt, self.negative_prompt, videos, last_image)
-                for image, prompt in zip(images, captions, strict=True)
-            ]
-        prompts: list[str | None] = [*self._all_prompts()] or [example]
+            captions: list[str | None] = [*self._captions(images)]
+            pairs = list(zip(images, captions, strict=True))
+        else:
+            prompts: list[str | None] = [*self._all_prompts()] or [example]
+            pairs = [(image, prompt) for image in images for prompt in prompts]
         return [
-            ClipInput(image, prompt, self.negative_prompt, videos, last_image)
-            for image in images
-            for prompt in prompts
+            ClipInput(
+                image,
+                prompt,
+                self.negative_prompt,
+                videos,
+                last_image,
+                references=references,
+            )
+            for image, prompt in pairs
         ]
+
+    @property
+    def reference_paths(self) -> tuple[str, ...]:
+        """Paths of the references of each clip."""
+        return tuple(map(str, self.reference or ()))
 
     def check_prompts(self) -> None:
         """Check the prompts on the command line, without reading a model or a file.

@@ -308,13 +308,18 @@ class ModelOptions:
         )
 
     def sampling_config(
-        self, *, from_image: bool = True, has_last_image: bool | None = None
+        self,
+        *,
+        from_image: bool = True,
+        has_last_image: bool | None = None,
+        num_references: int = 0,
     ) -> SamplingConfig:
         """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.
             has_last_image: Whether clips also end at an image; None: only if the model needs one.
+            num_references: Number of references of each clip, besides its input image.
 
         Raises:
             RequestError: The model's family lacks a parameter, or a value is out of range.
@@ -330,6 +335,7 @@ class ModelOptions:
             values,
             from_image=from_image,
             has_last_image=has_last_image,
+            num_references=num_references,
             memory_opt=self.memory_opt,
         )
 

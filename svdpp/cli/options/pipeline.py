@@ -210,6 +210,7 @@ class PipelineOptions(ModelOptions):
         device: str = "",
         from_image: bool | None = None,
         has_last_image: bool | None = None,
+        num_references: int = 0,
         clip_loras: Iterable[Lora] = (),
         settings: Mapping[str, Any] | None = None,
         **more: Any,
@@ -220,6 +221,7 @@ class PipelineOptions(ModelOptions):
             device: Device, if it is already decided; "": that of the options.
             from_image: Whether clips start from an image; None: only if the model needs one.
             has_last_image: Whether clips end at an image; None: only if the model needs one.
+            num_references: Number of references of each clip, besides its input image.
             clip_loras: LoRAs that some of the clips have.
             settings: Further fields of the `PipelineConfig`.
             more: Further fields of the request.
@@ -230,6 +232,7 @@ class PipelineOptions(ModelOptions):
         sampling = self.sampling_config(
             from_image=self.needs_image if from_image is None else from_image,
             has_last_image=has_last_image,
+            num_references=num_references,
         )
         device = device or self.device_name()
         if self.costs is not None and "costs" not in more:

@@ -244,7 +244,6 @@ LTX2_MODULAR = replace(
         guiders={"guider": "guidance_scale", "audio_guider": "audio_guidance_scale"},
         guider_configs=_guider_configs,
     ),
-    first_frames=lambda sampling: int(sampling.from_image),
 )
 
 FAMILIES = (LTX2, LTX2_CONDITION, LTX2_MODULAR)

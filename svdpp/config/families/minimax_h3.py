@@ -1,9 +1,9 @@
-"""MiniMax-H3, which makes video and sound."""
+"""MiniMax-H3, which makes video and sound, also from references."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.fixed import check_fixed
@@ -29,6 +29,16 @@ class MiniMaxH3Sampling(PromptedSampling):
     max_sequence_length: int = 4096
 
 
+@dataclass(frozen=True, kw_only=True)
+class MiniMaxH3ReferencesSampling(MiniMaxH3Sampling):
+    """The parameters of diffusers' `MiniMaxH3ModularPipeline` for clips with references."""
+
+    keeps_image_shape: ClassVar[bool] = True
+    max_image_aspect: ClassVar[int | None] = 4
+
+    family: Literal["minimax_h3_references"] = "minimax_h3_references"  # type: ignore[assignment]
+
+
 #: Parameters that other families have and this pipeline lacks, each with the reason.
 _FIXED = {
     "fps": "the model makes the sound for this rate",
@@ -51,10 +61,11 @@ def _latent_frames(pipe: Any, sampling: Any, _: int) -> int:
     return int((sampling.frames - latents) // per_chunk * latents + 2)
 
 
-def _frames_of_images(sampling: Any) -> int:
-    """Return how many frames of the initial latent are images: the first and the last one."""
-    return int(sampling.from_image) + int(sampling.has_last_image)
-
+_MODULAR = ModularSpec(
+    blocks=("MiniMaxH3Blocks",),
+    audio="audio",
+    audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
+)
 
 MINIMAX_H3 = FamilySpec(
     sampling=MiniMaxH3Sampling,
@@ -84,12 +95,21 @@ MINIMAX_H3 = FamilySpec(
     check_sampling=_check_sampling,
     # The pipeline makes one step less than it is asked for: the last of its noise levels is 0.
     call_arguments=lambda sampling: {"num_inference_steps": sampling.num_inference_steps + 1},
-    modular=ModularSpec(
-        blocks=("MiniMaxH3Blocks",),
-        audio="audio",
-        audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
-    ),
-    first_frames=_frames_of_images,
+    modular=_MODULAR,
 )
 
-FAMILIES = (MINIMAX_H3,)
+MINIMAX_H3_REFERENCES = replace(
+    MINIMAX_H3,
+    sampling=MiniMaxH3ReferencesSampling,
+    title="MiniMax-H3, whose images are references",
+    text_pipeline=None,
+    text_and_image=False,
+    last_image_arguments=None,
+    aliases=("MiniMaxH3ModularPipeline",),
+    denoisers=("transformer_ref",),
+    references_argument="references",
+    max_references=8,
+    modular=replace(_MODULAR, reference_class="MiniMaxH3ImageReference"),
+)
+
+FAMILIES = (MINIMAX_H3, MINIMAX_H3_REFERENCES)

@@ -103,6 +103,33 @@ def check_takes_last_image(family: str) -> None:
         )
 
 
+#: Names of the families whose clips may have references besides their input image.
+REFERENCE_FAMILIES = tuple(name for name, spec in FAMILY_SPECS.items() if spec.max_references)
+
+
+def check_references(family: str, count: int) -> None:
+    """Check that the clips of a family may have a number of references besides their input image.
+
+    Raises:
+        RequestError: The family takes no references, or fewer.
+    """
+    highest = FAMILY_SPECS[family].max_references
+    if count and not highest:
+        raise RequestError(
+            f"the family {family} takes no `references`",
+            f"families that take them: {', '.join(REFERENCE_FAMILIES)}",
+            details={"family": family, "known": list(REFERENCE_FAMILIES)},
+        )
+    require(
+        count <= highest,
+        f"clips of the family {family} have at most {highest} `references` besides their image, "
+        f"got {count}",
+        family=family,
+        count=count,
+        highest=highest,
+    )
+
+
 #: Sampling parameters with an option of their own on the command line, by field name.
 OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 

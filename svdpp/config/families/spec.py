@@ -111,6 +111,9 @@ class ModularSpec:
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
     """Function that returns further values of the guiders' configs, given the sampling parameters:
     for each guider's name, values by the arguments of its class."""
+    reference_class: str | None = None
+    """Name of the class in the pipeline's package that holds a reference; None: the image itself is
+    the argument."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Returns the number by which the latent's height and width are divided after some steps. Its
     arguments are the sampling parameters and the number of finished steps."""
@@ -147,6 +150,12 @@ class FamilySpec:
     """Function that returns the arguments of the pipeline's `__call__` for a first and a last
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
     pipeline takes no last image."""
+    references_argument: str | None = None
+    """Name of the argument of the pipeline's `__call__` for a list of references. If the input of a
+    clip is an image, it is the first of them. None: the input image is passed as `image_argument`,
+    and clips have no further images."""
+    max_references: int = 0
+    """Largest number of references of a clip, besides its input image."""
     aliases: tuple[str, ...] = ()
     """Names of further pipeline classes whose checkpoints this family also runs. If such a class
     belongs to another family, the user has to name this family."""

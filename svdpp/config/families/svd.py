@@ -17,6 +17,7 @@ class SvdSampling(CommonSampling):
     latent_axes: ClassVar[str] = "BFCHW"
     from_image: ClassVar[bool] = True
     has_last_image: ClassVar[bool] = False
+    num_references: ClassVar[int] = 0
 
     family: Literal["svd"] = "svd"
     num_inference_steps: int = DEFAULT_NUM_STEPS

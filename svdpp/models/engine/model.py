@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.processing_utils import ProcessorMixin
 
 from svdpp.config import ClipRequest, LatentSpec, Lora, SamplingConfig
 from svdpp.config.families.spec import FamilySpec
-from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype
+from svdpp.config.pipeline import IMAGE, LAST_IMAGE, Dtype, reference_names
 from svdpp.errors import ModelError, NotFiniteError
 from svdpp.models.base import (
     FRAMES,
@@ -367,7 +368,7 @@ def call_arguments(
             for name in _accepted_arguments(pipe, spec)
         },
         **{"prompt": request.prompt, "negative_prompt": request.negative_prompt},
-        **_input_arguments(spec, source, sampling),
+        **_input_arguments(pipe, spec, source, sampling),
         "generator": torch.Generator(device).manual_seed(request.seed),
     }
     known = {name: value for name, value in given.items() if value is not None}
@@ -404,9 +405,11 @@ def _accepted_arguments(pipe: Any, spec: FamilySpec) -> Iterable[str]:
 
 
 def _input_arguments(
-    spec: FamilySpec, source: ModelInput | None, sampling: Any
+    pipe: Any, spec: FamilySpec, source: ModelInput | None, sampling: Any
 ) -> Mapping[str, Any]:
     """Return the arguments of a pipeline's `__call__` for the images or videos of a clip."""
+    if spec.references_argument is not None and source is not None:
+        return _reference_arguments(pipe, spec, source)
     if not isinstance(source, dict):
         if source is None or spec.image_arguments is None:
             return {spec.image_argument: source}
@@ -415,6 +418,17 @@ def _input_arguments(
         return source
     assert spec.last_image_arguments is not None
     return spec.last_image_arguments(source[IMAGE], source[LAST_IMAGE], sampling)
+
+
+def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dict[str, Any]:
+    """Return the arguments for a list of references, and for the video of a clip, if it has one."""
+    files = source if isinstance(source, dict) else {IMAGE: source}
+    references: list[Any] = [each for each in files.values() if isinstance(each, Image.Image)]
+    if spec.modular is not None and spec.modular.reference_class is not None:
+        package = import_module(type(pipe).__module__.rpartition(".")[0])
+        references = [getattr(package, spec.modular.reference_class)(each) for each in references]
+    given = {} if isinstance(files[IMAGE], Image.Image) else {spec.image_argument: files[IMAGE]}
+    return {**given, str(spec.references_argument): references}
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
@@ -429,13 +443,16 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
         return None
     width, height = sampling.width, sampling.height
     image = Image.new("RGB", (width, height))
+    first: Any = image
+    if sampling.from_video:
+        first = [image] * (sampling.video_frames if whole else 1)
+    others: dict[str, Any] = dict.fromkeys(reference_names(sampling.num_references), image)
     if sampling.has_last_image:
-        return {IMAGE: image, LAST_IMAGE: image}
-    if not sampling.videos:
-        return [image] * (sampling.video_frames if whole else 1) if sampling.from_video else image
-    sizes = {name: (side or width, side or height) for name, side in sampling.videos.items()}
-    frames = {name: Image.new("RGB", size if whole else (16, 16)) for name, size in sizes.items()}
-    return {IMAGE: image, **{name: [frame] * sampling.frames for name, frame in frames.items()}}
+        others[LAST_IMAGE] = image
+    for name, side in sampling.videos.items():
+        size = (side or width, side or height) if whole else (16, 16)
+        others[name] = [Image.new("RGB", size)] * sampling.frames
+    return {IMAGE: first, **others} if others else first
 
 
 def to_uint8(pixels: torch.Tensor) -> torch.Tensor:

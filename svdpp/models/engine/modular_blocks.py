@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers.modular_pipelines.modular_pipeline import (
     BlockState,
+    ConditionalPipelineBlocks,
     LoopSequentialPipelineBlocks,
     SequentialPipelineBlocks,
 )
@@ -35,6 +36,18 @@ def repeats_blocks(block: Any) -> bool:
     """Whether a container runs its sub-blocks by code of its own, perhaps several times."""
     own = type(block).__call__ is not SequentialPipelineBlocks.__call__
     return isinstance(block, SequentialPipelineBlocks) and own
+
+
+def is_in_other_branch(path: Sequence[Any], chosen: Sequence[Any]) -> bool:
+    """Whether a block is in another branch of a conditional block than a block that runs.
+
+    Args:
+        path: Containers of the block, from the outermost, and the block.
+        chosen: The same of the block that runs.
+    """
+    same = [one is other for one, other in zip(path, chosen, strict=False)]
+    place = same.index(False) if False in same else 0
+    return place > 0 and isinstance(path[place - 1], ConditionalPipelineBlocks)
 
 
 def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
@@ -78,8 +91,11 @@ def names_read(
     for index, (_, containers) in enumerate(leaves):
         if any(each in repeating for each in containers):
             first = min(first, index)
+    path = next((*containers, leaf) for leaf, containers in leaves if leaf is block)
     names, triggers = set[str](), set[str]()
     for leaf, containers in leaves[first:]:
+        if not repeating and is_in_other_branch((*containers, leaf), path):
+            continue
         for each in (leaf, *containers):
             triggers.update(filter(None, getattr(each, "block_trigger_inputs", ())))
             if each is not leaf and each not in repeating:

@@ -99,7 +99,8 @@ class ModularCall:
     """Step before which the call ends; None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
     """Shape and dtype of the latent before the first step. Packets contain zeros of this shape if
-    the pipeline has no latent yet."""
+    the pipeline has no latent yet. If the pipeline's latent also has positions of images, which no
+    step changes, they come first, and the latent in a packet is without them."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
     branches: GuidanceBranches | None = None
@@ -223,15 +224,22 @@ class ModularCall:
         if is_denoising_loop(block, self._denoisers):
             self._loop = block
             if self._steps == self.end and self._resume is None:
-                self._latents = state.values.get(LATENTS)
-                if self._latents is None:  # each chunk draws its own noise
-                    assert self.blank is not None
-                    dtype = DTYPES[self.blank.dtype]
-                    self._latents = torch.zeros(self.blank.shape, dtype=dtype, device=self._device)
+                self._latents = self._first_latent(state.values.get(LATENTS))
                 self._pack(None)
         result = real(components, state)
         self._loop = None
         return result
+
+    def _first_latent(self, latents: torch.Tensor | None) -> torch.Tensor:
+        """Return the latent before the first step, given that of the pipeline's state."""
+        assert self.blank is not None
+        shape = self.blank.shape
+        if latents is None:  # each chunk draws its own noise
+            return torch.zeros(shape, dtype=DTYPES[self.blank.dtype], device=self._device)
+        if "N" not in self.blank.dims:
+            return latents
+        axis = self.blank.dims.index("N")
+        return latents.narrow(axis, latents.shape[axis] - shape[axis], shape[axis])
 
     def _set_state(self, state: Any) -> None:
         assert self.given is not None

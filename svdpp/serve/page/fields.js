@@ -11,7 +11,7 @@ export const namesFor = (model) =>
   parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused"
     || (name === "lora" && model?.loras?.length > 0));
 
-/** The last image and the further videos that clips of a model take, by name. */
+/** The last image, the references and the further videos that clips of a model take, by name. */
 export const videosOf = (model) =>
   Object.entries(model?.inputs ?? {}).filter(([name, use]) =>
     use !== "refused" && !["input_reference", "prompt", "negative_prompt"].includes(name)).map(([name]) => name);
@@ -49,7 +49,8 @@ function showVideoFields(names, uses) {
   $("videos").dataset.names = names.join();
   $("videos").replaceChildren(...names.map((name) => make("label", { className: "field" },
     make("span", { textContent: label(name) }),
-    make("input", { name, type: "file", accept: name === "last_image" ? "image/*" : "video/*,image/*", required: uses[name] === "needed" }))));
+    make("input", { name, type: "file", multiple: name === "references", required: uses[name] === "needed",
+      accept: ["last_image", "references"].includes(name) ? "image/*" : "video/*,image/*" }))));
 }
 
 function makeField(name) {

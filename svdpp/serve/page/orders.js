@@ -47,9 +47,10 @@ export function ordersToSend() {
 
 /** What is asked for, each variation with a text that only the same one has. */
 function drafts() {
-  const files = videosOf(model()).map((name) => [name, field(name).files[0]]);
+  const files = videosOf(model()).flatMap((name) => [...field(name).files].map((file) => [name, file]));
   return (tableIsOpen() ? rowOrders(settings()) : formOrders()).flatMap((each) => {
-    const draft = { ...each, files: [...new Map([...files, ...each.files ?? []])].filter(([, file]) => file) };
+    const own = each.files ?? [], names = own.map(([name]) => name);
+    const draft = { ...each, files: [...files.filter(([name]) => !names.includes(name)), ...own] };
     const { photo, row, line, values } = draft;
     const same = JSON.stringify([photo?.id, row?.id, line, values,
       draft.files.map(([name, file]) => [name, file.name, file.size, file.lastModified])]);

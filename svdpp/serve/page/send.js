@@ -176,6 +176,10 @@ export async function requestAgain(id, changes = {}) {
     const files = [];
     for (const name of [...(video.last_image ? ["last_image"] : []), ...Object.keys(video.videos ?? {})])
       files.push([name, new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
+    for (const index of (video.references ?? []).keys()) {
+      const name = `reference_${index + 1}`;
+      files.push(["references", new File([await getBlob(`/v1/videos/${id}/input?field=${name}`)], name)]);
+    }
     const made = await send({ file, values: { ...values, ...changes }, files, key: token() });
     toast(`${titleOf(made)}: in the queue.`);
   } catch (error) {

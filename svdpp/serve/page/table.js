@@ -109,7 +109,8 @@ export function fieldsOf(model) {
   const fields = new Map();
   const use = (name) => model.inputs[name] ?? "refused";
   if (use("input_reference") !== "refused") fields.set("input_reference", { kind: "file", use: use("input_reference") });
-  for (const name of videosOf(model)) fields.set(name, { kind: "file", use: use(name) });
+  // A cell names one file, so all rows have the references of the form.
+  for (const name of videosOf(model)) if (name !== "references") fields.set(name, { kind: "file", use: use(name) });
   for (const name of namesFor(model)) {
     const about = model.fields[name];
     if (name === "lora") fields.set(name, { kind: "lora" });

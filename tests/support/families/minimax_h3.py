@@ -71,14 +71,19 @@ def _processor(tokenizer: Any) -> Any:
     return without_videos(transformers.Qwen3VLProcessor)(images, tokenizer)
 
 
-PARTS = {"minimax_h3": _minimax_h3}
+def _minimax_h3_references(_: bool) -> Parts:
+    parts = _minimax_h3(True)
+    # The pipeline scales references to a short edge of 2048 pixels, unless its config has another.
+    return {**parts, "transformer_ref": parts.pop("transformer"), "reference_image_short_edge": 64}
+
+
+PARTS = {"minimax_h3": _minimax_h3, "minimax_h3_references": _minimax_h3_references}
 _UNREAD = {
     "latents": "steps read the rows of images and of the latent together",
     **dict.fromkeys(
         ("block.row_timestep_plan.0.0", "block.row_timestep_plan.0.1"),
         "the list has timesteps of all steps, and only the first step reads these",
     ),
-    "state.text_token_tags": "blocks of clips from text read it, which are not run from an image",
 }
 CASES = {
     "minimax-h3": Case(
@@ -94,4 +99,8 @@ CASES = {
     ),
     "minimax-h3-image": Case("minimax_h3", _SIZE, image=True, unread=_UNREAD),
     "minimax-h3-last-image": Case("minimax_h3", _SIZE, image=True, last_image=True, unread=_UNREAD),
+    "minimax-h3-references": Case(
+        "minimax_h3_references", _SIZE, image=True, num_references=2, unread=_UNREAD
+    ),
+    "minimax-h3-one-reference": Case("minimax_h3_references", _SIZE, image=True, unread=_UNREAD),
 }
