@@ -451,7 +451,8 @@ def find_checkpoint(model: ModelConfig, *, weights: bool = True) -> Checkpoint:
             # svdpp includes a copy of the default model's configs, so reading them needs no
             # network.
             local = local or _ASSETS / "svd-xt"
-        checkpoint = _check_configs(model, local or download_configs(model), local)
+        folder = local or download_configs(model)
+        checkpoint = _check_configs(model, folder, is_local=local is not None)
     if not weights:
         return checkpoint
     return with_weights(checkpoint, model, checkpoint.weighted_components)
@@ -492,7 +493,7 @@ def with_weights(
             model = replace(model, revision=checkpoint.revision or model.revision)
             # The configs of the default model were read from the copy in svdpp, so the downloaded
             # configs are checked here.
-            checkpoint = _check_configs(model, download_configs(model), local)
+            checkpoint = _check_configs(model, download_configs(model), is_local=False)
         elsewhere = checkpoint.external_components.keys()
         absent = [part for part in components if local is None or part in elsewhere]
         download_missing_weights(model, map(checkpoint.component_folder, absent))
@@ -556,11 +557,18 @@ def _local_folder(name: str) -> Path | None:
 # --- checks of the configs ------------------------------------------------------------------------
 
 
-def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Checkpoint:
+def _check_configs(model: ModelConfig, folder: Path, *, is_local: bool) -> Checkpoint:
+    """Read and check the configs of a checkpoint, and return the checkpoint without weights.
+
+    Args:
+        model: Model of the checkpoint.
+        folder: Folder of the checkpoint.
+        is_local: Whether the model is a local folder, and not a hub model.
+    """
     index, family = read_index(folder, model.family)
     spec = FAMILY_SPECS[family]
     unit = spec.sampling.side_unit
-    configs = Configs(index, spec, folder, model, is_local=local is not None)
+    configs = Configs(index, spec, folder, model, is_local=is_local)
     image_pipelines = {spec.image_pipeline, *spec.aliases} - {*spec.text_aliases}
     from_image = index.values["_class_name"] in image_pipelines
     facts: CheckpointFacts = {
@@ -576,7 +584,7 @@ def _check_configs(model: ModelConfig, folder: Path, local: Path | None) -> Chec
         name=model.name,
         folder=folder,
         component_folders=configs.folders,
-        revision=None if local else snapshot_commit(folder),
+        revision=None if is_local else snapshot_commit(folder),
         variant=model.variant,
         family=family,
         classes=tuple(configs.classes.items()),

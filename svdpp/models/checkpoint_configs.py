@@ -28,7 +28,9 @@ from svdpp.models.files import (
 )
 from svdpp.models.repositories import find_component_folders
 
+# Names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
+# Keys of schedulers' configs that are not supported, each with its effect.
 _REFUSED_OF_SCHEDULERS = {
     "stochastic_sampling": "draws noise in every step from torch's global generator",
     "solver_p": "is another scheduler, whose state no packet carries",
@@ -38,6 +40,7 @@ _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
+# Libraries whose classes components may have.
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
 #: Patterns of the allowed component classes, for component names that several families have.
@@ -234,6 +237,7 @@ def _families_of(pipeline: str) -> list[str]:
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
+    """Return the class name of each component in the index, after a check that it is allowed."""
     classes, patterns = {}, {**_CLASSES, **spec.component_classes}
     for part in sorted(spec.components):
         library, name = _entry(index, part)
@@ -305,6 +309,7 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
 
 
 def _refuse_code(folder: Path) -> None:
+    """Check that the folder of a checkpoint has no files that contain or load code."""
     # An adapter_config.json is refused, because it can name a repository to load.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
@@ -312,6 +317,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _refuse_code_of(component: ComponentFolder) -> None:
+    """Check that the folder of a component has no files that contain or load code."""
     for pattern in ("*.py", "adapter_config.json"):
         for path in sorted(component.path.glob(pattern)):
             _refuse_file(component.label(path.name))

@@ -1,6 +1,7 @@
-"""Downloads from the hub, with its errors as a `ModelError`; imports no torch.
+"""Downloads from the Hugging Face hub; imports no torch.
 
-The messages have no access tokens, and no URLs, which may contain tokens.
+Errors of `huggingface_hub` become a `ModelError`, whose message has no access tokens, and no URLs,
+which may contain tokens.
 """
 
 from __future__ import annotations
