@@ -90,7 +90,7 @@ class VerificationError(SvdppError, RuntimeError):
 
 
 class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
-    """Error for too little memory. The message names the work, the hint options that save memory.
+    """Error for too little memory. The message names the work; the hint names options that help.
 
     `details` contains `requested_bytes`, `free_bytes`, `device` and `rank`, as far as known.
     """
@@ -224,7 +224,7 @@ class OutputError(SvdppError, RuntimeError):
 
 
 class ClosedError(SvdppError, RuntimeError):
-    """Error for a pipeline used outside its block, or closed before clips were finished."""
+    """Error for a pipeline used outside its `with` block, or closed before clips were finished."""
 
 
 class NotFiniteError(SvdppError, RuntimeError):
@@ -312,7 +312,7 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
 
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
-    """Return the error with the highest exit code among several errors.
+    """Return a copy of the error with the highest exit code, whose message begins with `count`.
 
     Args:
         errors: One or more errors.

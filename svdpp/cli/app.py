@@ -52,8 +52,8 @@ a target; 11 the server of a run cannot be used; 128 + n ended by signal n. If s
 the exit code is the highest of theirs.
 """
 
-# Number of options that fit on a screen. If a command has more, its help shows only the common
-# ones.
+# Number of options that fit on a screen. If a command has more options, its help shows only the
+# common options.
 _ONE_SCREEN = 16
 
 
@@ -77,7 +77,7 @@ class LazyGroup(LazyOptionGroup):
         if name is None:
             return name, stub, rest
         command = load_command(name)
-        # a shell that completes names gets also commands that the help hides
+        # the completion of a shell also proposes options that the help hides
         if ctx.resilient_parsing:
             show_all_options(command)
         return name, command, rest
@@ -153,7 +153,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     try:
         return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0
     except typer.TyperException as error:
-        # without arguments, Typer shows the help and raises an exception, which is no error
+        # without arguments, Typer shows the help and raises an exception that is not an error
         if not arguments:
             return 2
         return report_usage_error(error, arguments)

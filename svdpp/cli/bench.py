@@ -71,13 +71,13 @@ class BenchOptions:
 def bench(console: Console, launched: World | None, options: BenchOptions) -> None:
     """Measure a pipeline against data parallel and against diffusers on one device.
 
-    Each round starts, warms up and measures all three on the same devices. If a clip's bits differ
-    from those of diffusers, the results are written and the exit code is 3; if a target of the
-    configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
+    Each round starts, warms up and measures these three on the same devices. If a clip's bits
+    differ from those of diffusers, the results are written and the exit code is 3; if a target of
+    the configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
     alone measures diffusers, and writes the results.
 
     Raises:
-        VerificationError: A clip has other bits than diffusers gives.
+        VerificationError: The bits of a clip differ from those of diffusers.
         RequestError: Not exactly one configuration is named, or its fields contradict each other.
     """
     names, overrides = _split_words(options.words or [])
@@ -227,7 +227,7 @@ def show_summary(console: Console, summary: dict[str, Any]) -> None:
         summary: Content of `summary.json`.
     """
     cases, limits = summary["cases"], summary["limits"]
-    console.result("metrics: geometric means over rounds; of shares the mean, of GiB the largest")
+    console.result("metrics: geometric means over rounds; shares: means; GiB: the largest value")
     shown = {
         "metric": {
             name: {case: cases[case]["over_rounds"].get(name) for case in cases}

@@ -25,7 +25,7 @@ def print_clips(
         skipped: Metadata of clips that were finished before the run.
         made: Metadata of clips that the run has made.
         failed: Entries for failed clips, each with `error` and `output`. `output` is None for an
-            input of which no clip was made.
+            input for which no clip was made.
     """
     clips = [*skipped, *made, *failed]
     console.json({"schema_version": 1, "folder": str(folder), "clips": clips})

@@ -88,8 +88,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
     A field without an annotation of Typer is not an option and keeps its default. A command can
     therefore drop an option, or change its default or help, by a subclass of the group that
-    declares the field again. A field made by `options_field` collects those of several options that
-    were given.
+    declares the field again. A field made by `options_field` stands for several options, and its
+    value is a mapping of those options that the user has given.
 
     Args:
         function: Function whose parameters are option groups (frozen dataclasses), `Console`,

@@ -117,7 +117,7 @@ class Console:
         self.result(textwrap.fill(text, width, subsequent_indent=indent, **how))
 
     def json(self, value: Any) -> None:
-        """Print the whole result as JSON if `--json` is given. Called once.
+        """Print the whole result as JSON if `--json` is given. A command calls this method once.
 
         Args:
             value: Plain values, in which secrets are redacted.

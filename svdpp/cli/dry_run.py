@@ -35,7 +35,7 @@ def show_plan(
         config: Configuration of the run.
         jobs: Jobs of the run, checked.
         why: Remark on the layout.
-        input_errors: Errors of inputs and lines of which no clip is made.
+        input_errors: Errors of inputs and lines for which no clip is made.
         assumes_costs: Whether the user gave no costs.
     """
     from svdpp.driver.jobs import plan_clips

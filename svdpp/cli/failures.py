@@ -129,7 +129,7 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """Raise `Interrupted` at the first signal, and let a second one exit immediately."""
+    """Raise `Interrupted` at the first signal, and let a second signal end the process at once."""
     process_lifetime.handle_signals(exit_immediately)
     raise Interrupted(number)
 

@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return the option `--help`, instead of Typer's, which would be parsed in every command."""
+    """Return an option `--help` in place of Typer's, which each command would always parse."""
     return flag(
         "--help",
         "-h",
@@ -94,8 +94,8 @@ def _options_to_parse(
     """Yield arguments, and options that the command line or a variable gives."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
-    # Short options can be combined with values and each other, as in -ofile and -vq, so a word does
-    # not tell which are given.
+    # Short options can be combined with values and each other, as in -ofile and -vq, so a word
+    # alone does not show which short options are given.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
     for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)

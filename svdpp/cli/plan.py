@@ -113,8 +113,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         option(
             panel=MEMORY,
             metavar="GIB,GIB",
-            help="Memory of each device, or of all, such as 79,79,47,47; --layout auto and "
-            "--compare leave out layouts that need more.",
+            help="Memory of the devices: one number for all, or one for each, such as 79,79,47,47. "
+            "--layout auto and --compare leave out layouts that need more.",
             common=True,
         ),
     ] = None
@@ -214,7 +214,9 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs with the times given as options, and with `--memory` the parts' memory.
+        """Return the costs of `--costs`, in which times that are given as options replace others.
+
+        With `--memory`, the costs also have the estimated memory of each part of the model.
 
         Args:
             ranks_per_host: Number of ranks on each host; None: all ranks are on one host.
@@ -295,8 +297,8 @@ def plan(
         reason = "" if request.choice is None else request.choice.reason
         show_layout(console, config, num_clips, reason)
     if options.device_memory is not None and costs.denoise_weights_gib is None:
-        lacking = "--device-memory leaves out no layout: these costs have no memory"
-        console.info(f"{lacking}; --memory adds the memory")
+        lacking = "--device-memory has no effect, because the costs do not include memory"
+        console.info(f"{lacking}; --memory adds an estimate")
     if options.costs is None and None in (options.step_seconds, options.decode_seconds):
         console.info(describe_assumed_costs(costs))
 
@@ -423,8 +425,9 @@ def _print_forecasts(
         "",
         f"total: {pluralize(num_clips, 'clip')} on {pluralize(world_size, 'rank')}"
         + _extrapolation(rows),
-        "per min: clips of a long queue; all others in seconds, of these clips",
-        "first: as of a clip alone; mean: of a clip from its start; jitter: between clips",
+        "per min: clips finished per minute in a long queue; other times: seconds",
+        "first: end of the first clip; mean: from a clip's start to its end",
+        "jitter: standard deviation of the seconds between finished clips",
     )
     console.result("\n".join(lines))
     if any(row.name == "pairs" for row in rows):
@@ -443,7 +446,7 @@ def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
     computed = min((each.computed_clips for each in forecasts), default=0)
     if all(each.computed_clips == each.clips for each in forecasts):
         return ""
-    return f"; computed for the first {computed}, the others continue at their rate"
+    return f"; only the first {computed} are computed, the others continue at the same rate"
 
 
 def _comparison_row(row: LayoutForecast) -> dict[str, str]:

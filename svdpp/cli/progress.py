@@ -68,7 +68,8 @@ class Progress(Bars):
     Args:
         console: Console of the command.
         title: First word of the lines, such as `run`.
-        schedule: Actions of all `num_clips`, or of the first ones, for a forecast of the time left.
+        schedule: Actions of all `num_clips`, or of the first clips, for a forecast of the time
+            left.
         labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
         num_clips: Number of all clips; None: those of `schedule`.
         costs: Assumed costs until they are measured; costs that are not measured keep their ratio

@@ -68,7 +68,10 @@ class RunOptions(ServerRunOptions):
 
     @property
     def has_last_image(self) -> bool | None:
-        """Whether ranks are started for clips that end at an image; None: if the model needs it."""
+        """Whether ranks are started for clips that end at an image.
+
+        None: only if the model needs a last image.
+        """
         return None if self.jobs is not None else self.last_image is not None
 
     @property
@@ -202,7 +205,7 @@ class RunCommand:
 
     console: Console
     launched: World | None
-    """World of the launcher that started this process; None if none did."""
+    """World of the launcher that started this process; None: no launcher has started it."""
     options: RunOptions
     traces: TraceOptions
     policy: OutputPolicy
@@ -226,7 +229,7 @@ class RunCommand:
 
         Args:
             console: Console of the command.
-            launched: World of the launcher that started this process; None if none did.
+            launched: World of the launcher that started this process; None: no launcher did.
             options: Options of the pipeline and its clips.
             traces: Options of the trace.
 
@@ -298,11 +301,11 @@ class RunCommand:
         """Return the requested clips with their names. Ranks other than rank 0 get an empty list.
 
         Returns:
-            Jobs, and with `--keep-going` an error for each file or line of which no clip is made.
+            Jobs, and with `--keep-going` an error for each file or line for which there is no job.
 
         Raises:
             InputError: A file is missing, unreadable or hostile.
-            RequestError: A line of `--jobs` is wrong, or two clips would have one name.
+            RequestError: A line of `--jobs` is wrong, or two clips would have the same name.
         """
         if is_secondary_rank(self.launched):
             return [], []
@@ -447,7 +450,7 @@ class RunCommand:
         Args:
             pipeline: Pipeline, which is not started.
             clips: Clips to make, and clips that are finished.
-            input_errors: Errors of inputs and lines of which no clip is made.
+            input_errors: Errors of inputs and lines for which no clip is made.
 
         Raises:
             SvdppError: A clip failed or was rejected. Of several errors, the one with the highest

@@ -100,7 +100,11 @@ class ServeOptions(PipelineOptions, ImageOptions):
     ] = None
     lease: Annotated[
         float,
-        _service("SECONDS", "With --queue: silence after which others take a server's clips."),
+        _service(
+            "SECONDS",
+            "With --queue: time after which other servers take over the clips of a server that is "
+            "silent.",
+        ),
     ] = 30.0
     lora_dir: Annotated[
         Path | None,

@@ -87,10 +87,10 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         """Check that all given options are allowed in a run at a server.
 
         Args:
-            launched: World of the launcher that started this process; None if none did.
+            launched: World of the launcher that started this process; None: no launcher did.
 
         Raises:
-            RequestError: An option decides about ranks of this machine, or there is no jobs file.
+            RequestError: An option is only for ranks of this machine, or there is no jobs file.
         """
         require(launched is None, "--server starts no ranks", "start it without torchrun or srun")
         missing = "--server takes its clips from --jobs FILE"
@@ -131,7 +131,7 @@ def run_at_server(
 
     Args:
         console: Console of the command.
-        launched: World of the launcher that started this process; None if none did.
+        launched: World of the launcher that started this process; None: no launcher did.
         options: Options of the run.
         log: Options of the log.
 
@@ -176,7 +176,7 @@ class _ServerRun:
     reader: LineReader
     clips: list[ServerClip]
     input_errors: list[SvdppError]
-    """Errors of lines of which no clip is made."""
+    """Errors of lines for which no clip is made."""
 
     @classmethod
     def create(
@@ -270,7 +270,7 @@ class _ServerRun:
         )
 
     def execute(self) -> None:
-        """Request the missing clips from the server, download finished ones, and print all.
+        """Request the missing clips from the server, download finished clips, and print all clips.
 
         Raises:
             SvdppError: A clip failed or was refused; the error with the highest exit code.

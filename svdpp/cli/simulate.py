@@ -48,7 +48,7 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     device: Device = "cpu"
     costs: Annotated[
         str | None,
-        costs_option("for --time-scale svd-xt-a100; else a step is 1, all else 0"),
+        costs_option("with --time-scale svd-xt-a100; else 1 s for a step, 0 for other work"),
     ] = None
     time_scale: Annotated[
         float | None,

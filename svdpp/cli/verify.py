@@ -41,7 +41,8 @@ _EFFECTIVE = {
     "log_file",
 }
 _CONDITIONS = (
-    "another machine or library version may give other bits; the metadata records the original ones"
+    "another machine or library version may give other bits; the metadata records the original "
+    "machine and versions"
 )
 
 
@@ -74,7 +75,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
     model: ModelName = DEMO_MODEL
     clips: Annotated[
         int | None,
-        clips_option("Number of clips, by default 2 at least.", False),
+        clips_option("Number of clips, by default at least 2.", False),
     ] = None
     image: Annotated[
         Path | None,
@@ -246,7 +247,7 @@ def _check_effective(context: typer.Context) -> None:
         not without_effect,
         f"no effect on a finished clip: {', '.join(without_effect)}; its metadata says how it was "
         "made",
-        "leave that out; svdpp verify PHOTO runs the ranks with it",
+        "leave these options out; svdpp verify PHOTO uses them for a new clip",
     )
 
 

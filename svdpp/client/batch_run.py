@@ -182,12 +182,16 @@ class BatchRun:
                 for name, key in part.clips.items()
                 if name in self._pending and self._pending[name].key == key
             }
-            if part.clips and self._find(part):
+            if part.clips and self._refresh(part):
                 self._state.parts.append(part)
                 self._say(f"going on with {part.batch}")
 
-    def _find(self, part: Part) -> bool:
-        """Find the batch of an earlier run on the server; forget its failed and cancelled clips."""
+    def _refresh(self, part: Part) -> bool:
+        """Remove from a batch of an earlier run the clips that failed or were cancelled.
+
+        Returns:
+            Whether the server has the batch, and the batch has clips left.
+        """
         if part.batch is None:  # the batch was sent, but the response with its id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [
@@ -432,7 +436,7 @@ class BatchRun:
             content.seek(0)
             if hashlib.file_digest(content, "sha256").hexdigest() != metadata["file_sha256"]:
                 raise ServerError(
-                    f"{clip.output!r} has another SHA-256 than its JSON at the server says",
+                    f"the SHA-256 of {clip.output!r} differs from that in its JSON at the server",
                     "a proxy may have changed the file; run the command again with `resume`",
                     details={"clip": clip.output},
                 )

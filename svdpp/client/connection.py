@@ -35,7 +35,7 @@ class Connection:
     Args:
         url: URL of the server, such as `http://127.0.0.1:8000`.
         key: API key; None: the server needs no key.
-        patience_seconds: Seconds without success after which a repeated request fails.
+        patience_seconds: Seconds for which a request is repeated without success before it fails.
         say: Function that prints a message when the client begins to wait for the server, and when
             the server responds again.
 
@@ -85,7 +85,7 @@ class Connection:
         """
         given = {name: value for name, value in params.items() if value is not None}
         found: dict[str, Any] = self._repeat(
-            lambda: self._answer(self._client.get(path, params=given)).json()
+            lambda: self._checked(self._client.get(path, params=given)).json()
         )
         return found
 
@@ -107,8 +107,8 @@ class Connection:
         """
 
         def send() -> dict[str, Any]:
-            answer = self._client.post(path, content=content(), headers=dict(headers or {}))
-            found: dict[str, Any] = self._answer(answer).json()
+            response = self._client.post(path, content=content(), headers=dict(headers or {}))
+            found: dict[str, Any] = self._checked(response).json()
             return found
 
         return self._repeat(send)
@@ -122,7 +122,7 @@ class Connection:
         Raises:
             SvdppError: The server rejects the request, or did not respond for too long.
         """
-        return self._repeat(lambda: self._answer(self._client.get(path)).text.splitlines())
+        return self._repeat(lambda: self._checked(self._client.get(path)).text.splitlines())
 
     def download(self, path: str, write: Callable[[Iterator[bytes]], None]) -> None:
         """Download a file. Each attempt starts from the beginning of the file.
@@ -136,10 +136,10 @@ class Connection:
         """
 
         def fetch() -> None:
-            with self._client.stream("GET", path) as answer:
-                if answer.is_error:
-                    answer.read()
-                write(self._answer(answer).iter_bytes())
+            with self._client.stream("GET", path) as response:
+                if response.is_error:
+                    response.read()
+                write(self._checked(response).iter_bytes())
 
         self._repeat(fetch)
 
@@ -154,7 +154,7 @@ class Connection:
                 if failed_at is None:
                     failed_at = time.monotonic()
                 if time.monotonic() - failed_at >= self._patience_seconds:
-                    raise self._away_error(error) from error
+                    raise self._unavailable_error(error) from error
                 # The message is printed only once, after the second failure.
                 if wait == 2 * _FIRST_WAIT_SECONDS:
                     self._say(f"waiting for the server: {self._reason(error)}")
@@ -169,10 +169,10 @@ class Connection:
     def _reason(self, error: Exception) -> str:
         return redact(first_line(error))
 
-    def _away_error(self, error: Exception) -> ServerError:
+    def _unavailable_error(self, error: Exception) -> ServerError:
         seconds = self._patience_seconds
         return ServerError(
-            f"the server {self.url} cannot be used for {seconds:g} s: {self._reason(error)}",
+            f"the server {self.url} was unavailable for {seconds:g} s: {self._reason(error)}",
             "start it, or name another URL; `server_timeout` waits longer",
             details={
                 "server": self.url,
@@ -181,18 +181,18 @@ class Connection:
             },
         )
 
-    def _answer(self, answer: httpx2.Response) -> httpx2.Response:
+    def _checked(self, response: httpx2.Response) -> httpx2.Response:
         """Return a response, after a check that its status is not an error.
 
         Raises:
             SvdppError: The status is an error.
         """
-        if answer.is_success:
-            return answer
-        error = _error_in(answer)
-        if answer.status_code in _RETRIED:
-            raise _BusyError(error["message"], answer.headers.get("retry-after", ""))
-        raise self._error(answer.status_code, error)
+        if response.is_success:
+            return response
+        error = _error_in(response)
+        if response.status_code in _RETRIED:
+            raise _BusyError(error["message"], response.headers.get("retry-after", ""))
+        raise self._error(response.status_code, error)
 
     def _error(self, status: int, error: Mapping[str, Any]) -> SvdppError:
         details = {**error["details"], "server": self.url, "status": status, "code": error["code"]}
@@ -214,15 +214,15 @@ class _BusyError(Exception):
         self.retry_seconds = float(retry_after) if retry_after.isdigit() else 0.0
 
 
-def _error_in(answer: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response as a JSON object; a proxy's error gets the form of svdpp's."""
+def _error_in(response: httpx2.Response) -> dict[str, Any]:
+    """Return the error in a response as a JSON object; errors of proxies get the same form."""
     error: Any = None
     try:
-        error = answer.json()["error"]
+        error = response.json()["error"]
         if not isinstance(error["message"], str):
             raise ValueError("it is not an error of svdpp")
     except (ValueError, KeyError, TypeError):
-        error = {"message": f"HTTP {answer.status_code} {answer.reason_phrase}"}
+        error = {"message": f"HTTP {response.status_code} {response.reason_phrase}"}
     return {"hint": "", "code": "", **error, "details": error.get("details") or {}}
 
 
@@ -235,7 +235,8 @@ def connected(
     Args:
         url: URL of the server.
         key: API key; None: the server needs no key.
-        patience_seconds: Seconds without success after which a later request fails.
+        patience_seconds: Seconds for which a later request is repeated without success before it
+            fails.
         say: Function that prints a message for the user.
 
     Raises:

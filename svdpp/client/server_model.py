@@ -113,7 +113,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Check that the server has the LoRAs of a job, with equal content as any local files."""
+        """Check that the server has the LoRAs of a job, with the same content as local files."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -124,7 +124,7 @@ class ServerModel:
                 raise RequestError(wrong, hint, details={"field": "loras", "known": [*listed]})
             if path.is_file() and _sha256_of(path) != listed[name]:
                 raise RequestError(
-                    f"`loras`: {str(path)!r} is another file than {name!r} of the server",
+                    f"`loras`: {str(path)!r} differs from the file {name!r} of the server",
                     "to use the server's file, give the LoRA's name without a folder",
                     details={"field": "loras", "path": str(path)},
                 )

@@ -5,9 +5,9 @@
                bytes of tensors in host memory, such as the state of a random generator
     payload    bytes of the tensors on the rank's device, concatenated
 
-gloo and NCCL do not report an error if the received message has another size or type than the
-expected one. The receiver therefore checks the header before it reads on, and compares the metadata
-with its own action (clip, finished steps) and with the `TensorSpec`s that it expects.
+gloo and NCCL do not report an error if the size or type of a received message differs from what the
+receiver expects. The receiver therefore checks the header before it reads on, and compares the
+metadata with its own action (clip, finished steps) and with the `TensorSpec`s that it expects.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Transfer(NamedTuple):
 
 @dataclass(eq=False)
 class Transport:
-    """All links of one rank, by which the rank sends packets to other ranks and receives theirs.
+    """All links of one rank, over which the rank sends packets to other ranks and receives packets.
 
     Args:
         rank: Number of the rank.

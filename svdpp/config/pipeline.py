@@ -76,8 +76,8 @@ class LatentSpec:
     `EngineModel.latent_spec`.
 
     Raises:
-        RequestError: The shape has another number of axes than `dims`, a size below 1, or more
-            elements than `MAX_LATENT_ELEMENTS`.
+        RequestError: The number of axes of `shape` differs from that of `dims`, a size is below 1,
+            or the shape has more than `MAX_LATENT_ELEMENTS` elements.
     """
 
     shape: tuple[int, ...]
@@ -208,7 +208,9 @@ def sampling_of_model(
     num_references: int = 0,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
+    """Return sampling parameters: given values, then the model's defaults, then diffusers'.
+
+    A default is used only if no value is given for the parameter.
 
     Args:
         model_name: Name of the model.
@@ -432,10 +434,10 @@ class ClipRequest:
     """Path of the input image, or of the input video for video-to-video families; None: the clip is
     made from text alone."""
     last_image: str | None = None
-    """Path of the image at which the clip ends, for families that take one."""
+    """Path of the image at which the clip ends, for families that take a last image."""
     references: tuple[str, ...] = ()
     """Paths of the references: images of what the clip shows, besides its input image, in the order
-    in which the model gets them. For families that take them."""
+    in which the model gets them. For families that take references."""
     prompt: str | None = None
     """Prompt; None: the model takes none."""
     negative_prompt: str | None = None
@@ -591,8 +593,8 @@ def configuration_fields() -> frozenset[str]:
 def sampling_fields(family: str) -> tuple[str, ...]:
     """Return the names of a family's sampling parameters that are fields of a clip's JSON.
 
-    `has_last_image` and `num_references` are no fields of the JSON, because the hashes of the
-    images tell how many there are.
+    `has_last_image` and `num_references` are not fields of the JSON, because the JSON has a hash
+    for each image.
     """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     known = ("family", "has_last_image", "num_references")

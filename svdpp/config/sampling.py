@@ -199,7 +199,7 @@ def extra_params(kind: Any) -> dict[str, Param]:
 class CommonSampling:
     """Sampling parameters that all families have; each family has a subclass."""
 
-    #: Number of pixels of which height and width must be multiples.
+    #: Divisor of height and width, in pixels.
     side_unit: ClassVar[int] = 8
     #: Divisor of the number of frames minus `frames_remainder`, such as 4 for 1, 5, 9 and so on.
     frames_unit: ClassVar[int] = 1
@@ -207,8 +207,8 @@ class CommonSampling:
     #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
     #: positions of all frames.
     latent_axes: ClassVar[str] = "BCFHW"
-    #: Whether the family's pipeline crops an image of another shape than the clip; other pipelines
-    #: stretch it.
+    #: Whether the family's pipeline crops an image whose aspect ratio differs from the clip's;
+    #: other pipelines stretch such an image.
     crops_image: ClassVar[bool] = False
     #: Whether the family's pipeline keeps the shape of its images, which are references.
     keeps_image_shape: ClassVar[bool] = False
@@ -235,11 +235,11 @@ class CommonSampling:
     decode_chunk_size: int | None = None
     """Number of frames to decode at once; None: all frames."""
     fit: Fit = "stretch"
-    """Method of fitting an input image with another aspect ratio than the clip."""
+    """Method of fitting an input image whose aspect ratio differs from the clip's."""
 
     @property
     def step_axes(self) -> str:
-        """Axes of the results of steps; `latent_axes` has those of the latent before them."""
+        """Axes of the latent after a step; `latent_axes` are those of the latent before step 0."""
         return self.latent_axes
 
     def __post_init__(self) -> None:
@@ -301,7 +301,7 @@ class CommonSampling:
 
     @property
     def steps_unit(self) -> int:
-        """Number of which the number of steps must be a multiple."""
+        """Divisor of the number of steps."""
         return 1
 
     def with_few_steps(self, lowest: int, num_ranks: int) -> Self:

@@ -152,11 +152,11 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
     unsupported = unsupported_kind(data)
     if unsupported is not None:
         hint = unsupported.hint.format(name=shlex.quote(str(path)))
-        return InputError(f"{name} is {unsupported.name}, which is not read", hint)
+        return InputError(f"{name} is {unsupported.name}, which svdpp does not read", hint)
     message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if demuxer_of(data):
         hint = "give a `family` that takes a video, such as wan_v2v: svdpp models lists them"
-        return InputError(f"{name} is a video, and this takes an image", hint)
+        return InputError(f"{name} is a video, but an image is needed", hint)
     return InputError(message, "convert it to PNG or JPEG first")
 
 

@@ -96,7 +96,7 @@ class ClipInput:
 def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
     """Return requests for all inputs with the first seed, then with the second seed, and so on.
 
-    After the last seed, the first one follows again.
+    After the last seed, the requests begin again with the first seed.
 
     Args:
         inputs: Inputs, at least one.
@@ -206,9 +206,9 @@ def collect_inputs(
     """Return the usable images or videos, without duplicates, and an error for each other input.
 
     Args:
-        inputs: Each a file (with any suffix), a folder (its files with a suffix of an image or a
-            video, without hidden ones) or, if no file has that literal name, a glob pattern (files
-            with such a suffix).
+        inputs: Files with any suffix, folders, and glob patterns. A folder stands for its files
+            with a suffix of an image or a video, except hidden files. A pattern stands for all
+            matching files with such a suffix. A text that is the name of a file is not a pattern.
         max_pixels: Maximum number of pixels of an image or frame.
         video_frames: Frames that each video must have; None for images.
 
@@ -292,7 +292,7 @@ def _expand(text: str, *, videos: bool) -> Iterator[Path]:
 
 
 def _files_in(folder: str) -> list[Path]:
-    """Return the files of a folder, sorted by name, without hidden ones."""
+    """Return the files of a folder, except hidden files, sorted by name."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -336,7 +336,7 @@ def example_requests(
 
     Args:
         config: Configuration whose model and sampling parameters decide which inputs are needed.
-        num_clips: Number of clips, each with another seed.
+        num_clips: Number of clips, each with its own seed.
         seed: Seed of the first clip. Each further clip has the next seed.
         prompt: Prompt of all clips, if the model takes prompts; None for an example.
 

@@ -1,4 +1,4 @@
-"""Prompts from the lines of a text file or beside images, and file names from their words."""
+"""Prompts, read from a text file or from files beside images; file names made from prompts."""
 
 from __future__ import annotations
 

@@ -249,8 +249,8 @@ class FolderDifference:
         """Clause for an error message for each kind of difference; empty without differences."""
         kinds = (
             ("it lacks", self.missing),
-            ("it has frames beyond its last", self.surplus),
-            ("it has what is no frame of it", self.others),
+            ("it has frames after its last frame", self.surplus),
+            ("it has entries that are not frames", self.others),
         )
         return [f"{words}: {_few(names)}" for words, names in kinds if names]
 
@@ -287,9 +287,9 @@ def _png_faults(image: Image.Image) -> Iterator[str]:
     if getattr(image, "is_animated", False):
         yield "is animated"
     if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
-        yield "is to be rotated or mirrored"
+        yield "has an orientation by which viewers rotate or mirror it"
     if found := sorted({"icc_profile", "gamma", "chromaticity"} & image.info.keys()):
-        yield f"has other colours ({', '.join(found)})"
+        yield f"has metadata by which viewers change its colours ({', '.join(found)})"
     across, down = image.info.get("aspect") or image.info.get("dpi") or (1, 1)
     if across != down:
         yield "has pixels that are not square"

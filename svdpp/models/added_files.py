@@ -61,7 +61,7 @@ def find_file(
 
     Returns:
         The requested file with its absolute path (or its commit on the hub) and its SHA-256; the
-            path on this machine; and the result of `check`.
+        path on this machine; and the result of `check`.
 
     Raises:
         ModelError: The file does not exist, `check` failed, or the SHA-256 is not the requested

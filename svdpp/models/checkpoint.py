@@ -377,7 +377,7 @@ class Checkpoint:
         return variant_of(self.component_folder(part), self.variant)
 
     def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
-        """Return a new scheduler of diffusers with the checkpoint's config; None if it has none.
+        """Return a new scheduler with the checkpoint's config; None if the checkpoint has none.
 
         Args:
             sampling: Sampling parameters, whose `flow_shift` replaces the value in the config.
@@ -542,8 +542,8 @@ def _local_folder(name: str) -> Path | None:
         return Path(path).resolve()
     if path.endswith(_SINGLE_FILES):
         raise ModelError(
-            f"{display_name(name)} is a single file, and svdpp reads no single files",
-            "`model` the checkpoint that it was made from, with `denoisers` FILE.gguf"
+            f"{display_name(name)} is a single file, but svdpp reads only folders and hub models",
+            "use `denoisers` FILE.gguf, with `model` for the checkpoint that the file was made from"
             if path.endswith(".gguf")
             else "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then "
             "`model` FOLDER",

@@ -130,7 +130,8 @@ class Configs:
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
-        #: Class name of the scheduler, and the values of its config; None and empty: without one.
+        #: Class name of the scheduler, and the values of its config. None and empty: the checkpoint
+        #: has no scheduler.
         self.scheduler_class: str | None = None
         if spec.schedulers:
             self.scheduler_class = self._find_scheduler(spec.schedulers)
@@ -280,20 +281,21 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
-    """Check that a modular index names no other blocks than `ModularSpec.blocks`.
+    """Check that a modular index names only blocks that are in `ModularSpec.blocks`.
 
-    The index may leave the blocks out. It may name only guiders whose classes the spec knows;
-    diffusers creates the others itself, unless the index has entries for them.
+    An index need not name its blocks. It may have entries only for guiders in `own_guiders` of the
+    spec; svdpp runs all other guiders as diffusers creates them, without an entry.
 
     Raises:
-        ModelError: The index names other blocks, or a guider of unknown class.
+        ModelError: The index names other blocks, or has an entry for another guider.
     """
     if spec.modular is None:
         return
     for guider in sorted(spec.modular.guiders.keys() - spec.own_guiders):
         if index.values.get(guider) is not None:
             raise index.error(
-                f"it has an entry for {guider}: svdpp runs this family with diffusers' default one",
+                f"it has an entry for {guider}: svdpp runs this family only with the {guider} that "
+                "diffusers creates by default",
                 "remove the entry from the file",
                 details={"component": guider},
             )

@@ -118,7 +118,7 @@ class DummyModel:
             return {LATENTS: noise.to(self.device, self._dtype)}
 
     def truncated_text(self, prompt: str) -> str:  # noqa: ARG002
-        """Return an empty string: the dummy model takes no prompt, so no part of one is cut off."""
+        """Return an empty string, because the dummy model takes no prompt."""
         return ""
 
     def denoise(
@@ -217,7 +217,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep at the end of the `with` block until it has lasted `share` of the given time."""
+        """Sleep at the end of the `with` block until the block has lasted `share` of `seconds`."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -107,7 +107,7 @@ class JsonFile:
         Args:
             message: Message without the name of the file.
             hint: Fix for the user. "": the hint of this file.
-            details: Further details by name; None: none.
+            details: Further details by name; None: no further details.
         """
         return ModelError(
             f"{self.label}: {message}",
@@ -209,7 +209,7 @@ class ComponentFolder:
     repository: str | None = None
     """Hub id of the other repository; None: the component is in the checkpoint's own folder."""
     variant: str | None = None
-    """Variant that the checkpoint's index names for the component; None: none."""
+    """Variant that the checkpoint's index names for the component; None: no variant is named."""
 
     @property
     def path(self) -> Path:
@@ -225,7 +225,7 @@ class ComponentFolder:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def label(self, name: str) -> str:
-        """Return the name of a file in messages: path, and repository if it is another one.
+        """Return the name of a file in messages: its path, and the name of another repository.
 
         Args:
             name: Name of a file of the component.
@@ -277,10 +277,10 @@ class WeightNames(NamedTuple):
     single: str
     """Name of the file if one file contains all weights."""
     shards: tuple[str, str]
-    """Patterns of the names of shards: as diffusers names them today, and as until 2024."""
+    """Patterns of the names of shards: the present pattern of diffusers, and that until 2024."""
     indices: tuple[str, str]
-    """Names of the index file that lists the shards: as diffusers names it today, and as until
-    2024."""
+    """Names of the index file that lists the shards: the present name in diffusers, and the name
+    until 2024."""
 
 
 def _weight_stem(part: str) -> str:
@@ -324,8 +324,9 @@ def _has_names(component: ComponentFolder, variant: str | None) -> bool:
 def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
     """Return the variant in which a component's weights are read; None: the plain files.
 
-    As in diffusers, a component that lacks the variant is read from its plain files if another
-    component has the variant. A component of another repository needs no such other component.
+    As in diffusers, a component that lacks the variant is read from its plain files, but only if
+    another component of the checkpoint has the variant. For a component in another repository, the
+    plain files are read without this condition.
 
     Args:
         component: Folder of the component.

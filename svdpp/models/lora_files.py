@@ -141,9 +141,9 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
         Number of ignored tensors, by model part.
 
     Raises:
-        ModelError: The file has a tensor of another kind of adapter, a factor without the second
-            factor, or two factors with shapes that do not fit. Or all tensors are for parts that
-            the model lacks, or the adapter's config sets dropout.
+        ModelError: The file has a tensor of an adapter that is not a LoRA, only one of two factors,
+            or two factors with shapes that do not fit. Or all tensors are for parts that the model
+            lacks, or the adapter's config sets dropout.
     """
     header, entries = read_safetensors_header(path)
     _check_dropout(json.loads(header).get("__metadata__", {}))
@@ -151,7 +151,7 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
     for name in sorted(entries.keys() - ignored):
         if found := _OTHER_ADAPTERS.search(name):
             raise ModelError(
-                f"the tensor {short_repr(name)} is of an adapter of another kind than LoRA "
+                f"the tensor {short_repr(name)} is of an adapter that is not a LoRA "
                 f"({found[0]}), which diffusers' video pipelines do not load",
                 "use a plain LoRA, or merge the adapter into the model's weights",
                 details={"tensor": name},
@@ -292,8 +292,8 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 def lora_bytes(model: ModelConfig) -> int:
     """Return the largest size in bytes of the LoRA files that a rank keeps loaded for one denoiser.
 
-    The sum has all LoRAs of the model, and the `CLIP_LORAS_KEPT` largest LoRAs of clips. If the
-    model has two experts, the larger sum of the two is returned.
+    The sum includes all LoRAs of the model, and the `CLIP_LORAS_KEPT` largest LoRAs of clips. If
+    the model has two experts, the result is the larger of their two sums.
 
     Raises:
         ModelError: A file is missing or damaged.

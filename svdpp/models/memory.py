@@ -214,7 +214,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
     not been downloaded, or that the library renames, are not compared.
 
     Raises:
-        ModelError: A weight in a file has another shape than the config describes.
+        ModelError: A weight in a file does not have the shape that the config describes.
     """
     try:
         paths = checkpoint.weight_files(part)

@@ -1,7 +1,7 @@
 """Search for a checkpoint's components, also in other repositories of the hub; imports no torch.
 
 The index of a modular pipeline has an entry of three elements for each component: library, class,
-and where the component is. The last one is untrusted.
+and place of the component. The place is untrusted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from svdpp.models.hub import download_component_configs, download_weights, snaps
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Place of a component, as a modular index describes it."""
+    """Place of a component according to the entry in a modular index."""
 
     part: str
     """Name of the component."""
@@ -59,7 +59,7 @@ def find_component_folders(
 
     Returns:
         Folder of each component that is not in the subfolder of its name in `folder`, or whose
-            entry names a variant.
+        entry names a variant.
 
     Raises:
         ModelError: An entry names no valid place, or the repository cannot be downloaded.
@@ -137,7 +137,11 @@ def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
 def _find_source(
     index: JsonFile, part: str, folder: Path, model: ModelConfig, *, is_local: bool
 ) -> _Source | None:
-    """Return the place that a modular index names; None if it is the usual one, without variant."""
+    """Return the place of a component that a modular index names.
+
+    The result is None if the place is the subfolder of the component's name in `folder`, and the
+    index names no variant.
+    """
     entry = index.values.get(part)
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
         return None
@@ -205,8 +209,8 @@ def _is_own(
     if folder.is_dir():
         return True
     raise index.error(
-        f"the {part} is at {short_repr(repository)}, which is no repository OWNER/NAME of the hub, "
-        "and the checkpoint does not have it",
+        f"the {part} is at {short_repr(repository)}, which is not a repository OWNER/NAME of the "
+        f"hub, and the checkpoint has no {part}",
         f"copy the {part} into the checkpoint's folder",
         details={"component": part, "repository": short_repr(repository)},
     )

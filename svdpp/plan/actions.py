@@ -27,7 +27,7 @@ class Kind(StrEnum):
     SHARE = "SHARE"
     """Send the clip's packet to `peer`, and keep the clip for the next action."""
     SEND = "SEND"
-    """Send the clip's packet to `peer` in the background."""
+    """Send the clip's packet to `peer` in the background, and free the clip on this rank."""
     FREE = "FREE"
     """Free the clip's memory on the second rank of a pair; the first rank finishes the clip."""
     DECODE = "DECODE"
@@ -35,7 +35,8 @@ class Kind(StrEnum):
     SEND_FRAMES = "SEND_FRAMES"
     """Send the decoded frames or tiles to `peer`, then free the clip."""
     RECV_FRAMES = "RECV_FRAMES"
-    """Wait for the frames or tiles that `peer` decodes; after the last peer's, join all parts."""
+    """Wait for the frames or tiles that `peer` decodes. The last such action of a clip also joins
+    all parts."""
     FINISH = "FINISH"
     """Hash the frames, write the clip in the background, and report it as finished."""
 
@@ -242,8 +243,13 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
+    """Work of one rank on one clip."""
+
     pending: Action | None
+    """RECV of the clip's packet, which is posted before the rank's previous visit. None: the rank
+    receives no packet."""
     work: tuple[Action, ...]
+    """All other actions, in order."""
 
 
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
@@ -264,8 +270,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         rank 1 |..0011>22>..>|
         rank 2 |....00>11>22>|
 
-    If the clips of a schedule skip different ranks, a rank helps before it begins the next clip.
-    Otherwise ranks could wait for each other in a circle.
+    If the clips of a schedule skip different ranks, a rank decodes its part of a clip before it
+    begins the next clip. Otherwise ranks could wait for each other in a circle.
 
     Args:
         routes: Route of each clip, in the order in which the clips are made.
@@ -279,8 +285,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Work in which a rank decodes a part for another rank, with the number of clips that the rank
-    # denoises before this work. (A visit is the work of one rank on one clip.)
+    # Visits in which a rank decodes a part for another rank, each with the number of clips that the
+    # rank denoises before the visit.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -330,6 +336,7 @@ def _decode_actions(route: Route) -> Iterator[Action]:
 
 
 def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
+    """Return the actions of a rank that decodes one part of a clip for the route's last rank."""
     clip, last = route.clip, route.ranges[-1]
     return (
         Action.at(Kind.DECODE, clip, last.end, part=share.part),

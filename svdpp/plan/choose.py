@@ -58,11 +58,12 @@ def choose_layout(
         memory_gib: Memory of each rank, in GiB. Empty: the memory is unknown, and every layout
             fits.
         pairs: Whether layouts with pairs of ranks are candidates too.
-        fixed: Fields of the only layout, so that only the use of pairs is chosen. None: all layouts
-            are candidates.
+        fixed: Fields of the layout, which the user has set. Then the only choice is whether the
+            ranks form pairs. None: all layouts are candidates.
         minimize_latency: Whether to choose the layout with the least latency of a clip, among the
             layouts with at least 0.9 of the best throughput.
-        counts: Other fields of all layouts, such as `num_steps`, `world_size` and `costs`.
+        counts: Fields of `Layout` that all candidates share, such as `num_steps`, `world_size` and
+            `costs`.
 
     Raises:
         RequestError: No layout is possible, or no layout fits in memory.

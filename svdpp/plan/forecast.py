@@ -51,15 +51,15 @@ class Forecast:
     makespan: float
     """Seconds from the first action's start, or the first arrival, to the last action's end."""
     first_clip: float
-    """Seconds until the first clip is finished."""
+    """Seconds from the same start until the first clip is finished."""
     seconds_per_clip: float
-    """Mean time between finished clips, over the second half of the clips, in order.
+    """Mean seconds between finished clips, over the second half of the clips.
 
     A clip counts as finished when all earlier clips are finished too. If G ranks finish clips, as
     in data parallel, clips finish in groups of G, and the mean covers whole groups.
     """
     jitter: float
-    """Standard deviation of the times between finished clips."""
+    """Standard deviation of the seconds between finished clips."""
     latency: float
     """Mean seconds from the arrival of a clip (or from its first action, if arrivals are unknown)
     until the clip is finished."""
@@ -178,7 +178,7 @@ class _Simulation:
         """Note that the sender or the receiver begins the next transfer on a link; return its id.
 
         Args:
-            end: "send" or "recv".
+            end: Role of the rank, "send" or "recv".
             action: Action of the rank that begins.
             ranks: Sender and receiver.
             at: Time at which the rank begins.
@@ -387,7 +387,7 @@ def _forecast(layout: Layout, num_clips: int) -> Forecast:
 
 
 def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
-    """Return the seconds until all clips are finished, and the mean seconds of a clip.
+    """Return the seconds until all clips are finished, and the mean latency of a clip in seconds.
 
     Args:
         layout: Layout with its costs.
@@ -462,6 +462,7 @@ def _step_seconds(route: Route, costs: CostModel) -> list[float]:
 
 
 def _busy(route: Route, costs: CostModel) -> float:
+    """Return the seconds of device work on a clip, summed over all ranks of the route."""
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
     ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
@@ -474,7 +475,7 @@ def clip_times(
 
     A rank's work on a clip waits only for earlier clips, and for the same clip at the previous
     rank. So clips can be computed one after the other. The receiver of a transfer posts the receive
-    when it begins its work on the clip before. The transfer starts after that, and after the
+    when it begins its work on its previous clip. The transfer starts after that, and after the
     previous transfer on the same link, for which the sender also waits.
 
     Args:

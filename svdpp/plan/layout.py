@@ -101,7 +101,7 @@ class Layout(ParallelConfig):
         for count, place in ((self.world_size, ""), (self.costs.ranks_per_host, " on each host")):
             if count is not None and count % self.cfg_parallel_size:
                 raise RequestError(
-                    f"`cfg_parallel` 2 needs pairs of ranks, got {count}{place}",
+                    f"`cfg_parallel` 2 needs an even number of ranks, got {count}{place}",
                     details={"cfg_parallel": self.cfg_parallel_size, "ranks": count},
                 )
 
@@ -124,7 +124,7 @@ class Layout(ParallelConfig):
         ):
             if not 1 <= value <= most:
                 raise RequestError(
-                    f"`{name}` must be {_up_to(most)}, the ranks of a replica or "
+                    f"`{name}` must be {_up_to(most)}, the number of ranks of a replica or "
                     f"decoder, got {value}",
                     details={name: value, "minimum": 1, "most": most},
                 )
@@ -201,7 +201,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order of their work on a clip; only the first of a pair."""
+        """Ranks of each replica, in the order of their work on a clip; of pairs the first rank."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -223,14 +223,14 @@ class Layout(ParallelConfig):
 
     @property
     def replicas_are_alike(self) -> bool:
-        """Whether all replicas need the same time for a clip, also for transfers between hosts."""
+        """Whether all replicas need the same time for a clip, including transfers between hosts."""
         hosts = ([self.costs.host_of(rank) for rank in ranks] for ranks in self.replica_ranks)
         crossed = {tuple(here != there for here, there in pairwise(each)) for each in hosts}
         return not self.costs.differ_by_rank and len(crossed) == 1
 
     @property
     def separates_experts(self) -> bool:
-        """Whether no rank holds both experts, so that clips change rank with the expert."""
+        """Whether no rank holds both experts, so that a clip changes its rank with the expert."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
@@ -467,8 +467,8 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
 def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
     """Divide the chunks of a decode, in order, into parts as equal as possible.
 
-    Each boundary between parts is the one nearest to an equal division. Of two that are equally
-    near, the earlier is taken, because the first rank also writes the clip.
+    Two parts meet at the boundary of chunks that is nearest to an equal division. If two boundaries
+    are equally near, they meet at the earlier one, because the first rank also writes the clip.
 
     Args:
         chunks: Size of each chunk.
@@ -496,15 +496,15 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
     """
     if are_tiles and decode_ranks > len(chunks):
         raise RequestError(
-            f"`decode_ranks` {decode_ranks} needs {decode_ranks} tiles, but a clip of this size is "
-            f"decoded in {len(chunks)}",
+            f"`decode_ranks` {decode_ranks} needs {decode_ranks} tiles, but a clip of this size "
+            f"has only {len(chunks)}",
             f"use `decode_ranks` {len(chunks)} or fewer",
             details={"decode_ranks": decode_ranks, "tiles": len(chunks)},
         )
     if decode_ranks > len(chunks):
         raise RequestError(
             f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "
-            f"{sum(chunks)} frames is decoded in {len(chunks)}",
+            f"{sum(chunks)} frames has only {len(chunks)}",
             f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, which "
             "changes the bits",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},

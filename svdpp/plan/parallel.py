@@ -166,7 +166,7 @@ def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
     """Rename options to the fields of `ParallelConfig`.
 
     Args:
-        options: Values by option name, such as `replicas`. Names that are no options are kept.
+        options: Values by option name, such as `replicas`. Other names are kept.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}

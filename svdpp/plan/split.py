@@ -98,6 +98,7 @@ class StageGroup:
     """Stages among which steps are divided: all stages of a replica, or those with one expert."""
 
     num_steps: int
+    """Number of steps of a clip that all stages of the group run together."""
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
@@ -311,11 +312,11 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return where a clip's steps are divided, for each rank of the last stage that may finish it.
+    """Return the positions of the cuts of a clip, for each rank of the last stage that finishes it.
 
     Only the last stage can have several ranks, which take turns. If one of them is slower, earlier
-    stages run more steps of its clips. The first or the last stage gets no steps at all if they
-    would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
+    stages run more steps of the clips that it finishes. The first or the last stage gets no steps
+    at all if its steps would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -441,8 +442,9 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide the stages between two experts so that the slower group is as fast as possible.
 
-    `seconds_of` returns the seconds between clips of a group, which do not grow with the number of
-    stages. `counts` are the possible numbers of stages of the high-noise expert; None: any number.
+    `seconds_of` returns the seconds between the clips of a group; with more stages, the result must
+    not be larger. `counts` are the possible numbers of stages of the high-noise expert; None: any
+    number.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:

@@ -170,7 +170,7 @@ REFUSED = [
     (f"{BENCH_OF}ltx --workload.prompts=[]", 2, "workload.prompts needs 1 or more values, got []"),
     (f"{BENCH_OF}ltx --workload.frames=9 --workload.prompts=['']", 2, "--prompt is empty"),
     ("bench smoke --workload.prompts=[cat]", 2, "model 'demo' takes no prompt"),
-    (f"run talk.mp4 {V2V} --family wan", 7, "is a video, and this takes an image"),
+    (f"run talk.mp4 {V2V} --family wan", 7, "is a video, but an image is needed"),
     (f"run talk.mp4 {V2V} --frames 9", 7, "has 7 of the 9 frames"),
     (f"run {V2V}", 2, "needs a video"),
     (f"run talk.mp4 {V2V} --model demo", 2, "--family 'wan_v2v' does not run"),
@@ -200,7 +200,7 @@ REFUSED = [
         2,
         "needs a --last-image\nhint: the model makes clips betw",
     ),
-    (f"run rocket.jpg --model wan-image {TWO} --last-image talk.mp4", 7, "this takes an image"),
+    (f"run rocket.jpg --model wan-image {TWO} --last-image talk.mp4", 7, "an image is needed"),
     (f"run rocket.jpg --model wan-image {TWO} --last-image gone.jpg", 7, "does not exist"),
 ]
 
@@ -442,7 +442,7 @@ def test_clips_of_a_gguf_file_are_made_verified_and_told_apart(tmp_path: Path) -
     eight.unlink()
     assert_error(ask("verify", str(clip)), 5, "the file does not exist")
     single = ask(f"run --model {four} --prompt sea", *out)
-    assert_error(single, 5, "reads no single files", "--denoiser FILE.gguf")
+    assert_error(single, 5, "reads only folders and hub models", "--denoiser FILE.gguf")
 
 
 @pytest.mark.slow

@@ -231,15 +231,15 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"world_size": 3}, "needs pairs of ranks, got 3"),
+        ({"world_size": 3}, "needs an even number of ranks, got 3"),
         ({"cfg_parallel": 3}, "must be 1 or 2, got 3"),
         ({"replicas": 2}, "1 pairs of ranks cannot form 2 replicas"),
         ({"allow_mixed_devices": True}, "cannot be used with `allow_mixed_devices`"),
-        ({"decode_ranks": 3}, "1 to 2, the ranks of a replica or decoder, got 3"),
+        ({"decode_ranks": 3}, "1 to 2, the number of ranks of a replica or decoder, got 3"),
         ({"decode_ranks": 0}, "`decode_ranks` must be 1 to 2, .* got 0"),
         (
             {"decode_ranks": 2, "cfg_parallel": 1, "decoders": 2},
-            "must be 1, the ranks of a replica",
+            "must be 1, the number of ranks of a replica",
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
         )
     chunks = svd(2, parallel=PAIRED)
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
-    with pytest.raises(RequestError, match="a clip of 5 frames is decoded in 1") as caught:
+    with pytest.raises(RequestError, match="a clip of 5 frames has only 1") as caught:
         resolve_config(replace(whole, parallel=replace(PAIRED, decode_parallel_size=2)))
     assert "`decode_ranks` 1 or fewer, or a smaller `decode_chunk_size`" in caught.value.hint
     assert [

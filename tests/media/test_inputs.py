@@ -425,7 +425,7 @@ def _box(brand: bytes, *more: bytes) -> bytes:
         (b"RIFF\0\0\0\0AVI LIST" + bytes(99), "is an AVI video", "ffmpeg -i"),
         ((b"G" + bytes(187)) * 3, "is an MPEG transport stream", "ffmpeg -i"),
         (b"\0\0\0\x0cJXL \r\n\x87\n", "is a JPEG XL image", "djxl"),
-        (_box(b"isom"), "is a video, and this takes an image", "`family` that takes a video"),
+        (_box(b"isom"), "is a video, but an image is needed", "`family` that takes a video"),
         (b"text", "is not an image in PNG", "convert it to PNG or JPEG"),
     ],
 )

@@ -273,7 +273,7 @@ def test_a_component_without_the_variant_is_read_without_it(
 @pytest.mark.parametrize("name", ["svd.safetensors", "wan/model-Q4_K_M.gguf", UNET])
 def test_a_single_file_is_named_as_what_it_is(tiny: Path, name: str) -> None:
     for path in (name, tiny / name):
-        assert "svdpp reads no single files" in error_of(path).message
+        assert "svdpp reads only folders and hub models" in error_of(path).message
 
 
 def test_memory_opt_turns_on_chunking_in_the_unet(tiny: Path) -> None:

@@ -166,7 +166,7 @@ def test_a_server_needs_a_jobs_file_and_must_be_there(tmp_path: Path) -> None:
     assert_error(without, 2, "--server takes its clips from --jobs FILE")
     jobs = write_jobs(tmp_path, {"image": PHOTO})
     away = svdpp_here("run", "--jobs", jobs, "--server", _NOBODY, "--server-timeout", "0.1")
-    assert_error(away, 11, "cannot be used for 0.1 s", "--server-timeout waits longer")
+    assert_error(away, 11, "was unavailable for 0.1 s", "--server-timeout waits longer")
     assert not (tmp_path / "out").exists()
 
 

@@ -155,7 +155,7 @@ def test_an_uploaded_video_is_decoded_apart(tmp_path: Path) -> None:
         uploads.save(io.BytesIO(data), new_id(), "a.avi", 8)
     with pytest.raises(InputError, match=r"^'a.avi' is damaged or cut off after frame \d"):
         uploads.save(io.BytesIO(data[: len(data) // 2]), new_id(), "a.avi", 5)
-    with pytest.raises(InputError, match=r"^'a.avi' is a video, and this takes an image"):
+    with pytest.raises(InputError, match=r"^'a.avi' is a video, but an image is needed"):
         uploads.save(io.BytesIO(data), new_id(), "a.avi")
     assert [path.name for path in folder.iterdir()] == [kept.path.name]
 

@@ -370,12 +370,15 @@ def test_a_change_of_one_place(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"icc_profile": b"profile"}, "00000.png has other colours (icc_profile)"),
+        (
+            {"icc_profile": b"profile"},
+            "00000.png has metadata by which viewers change its colours (icc_profile)",
+        ),
         ({"dpi": (72, 144)}, "00000.png has pixels that are not square"),
-        ({"orientation": 6}, "00000.png is to be rotated or mirrored"),
+        ({"orientation": 6}, "00000.png has an orientation by which viewers rotate or mirror it"),
         ({"transparency": (20, 0, 40)}, "00000.png is transparent"),
         ({"save_all": True, "append_images": [Image.new("RGB", (48, 32))]}, "is animated"),
-        ({"gamma": 200000}, "00000.png has other colours (gamma)"),
+        ({"gamma": 200000}, "00000.png has metadata by which viewers change its colours (gamma)"),
     ],
     ids=["profile", "aspect", "orientation", "transparency", "animation", "gamma"],
 )
@@ -407,16 +410,19 @@ def test_frames_that_are_shown_otherwise(
     ("change", "words"),
     [
         # 10 is behind 2
-        ("mv 00001.png 000010.png", "lacks: 00001.png; it has frames beyond its last: 000010.png"),
-        ("mv 00001.png 1.png", "lacks: 00001.png; it has what is no frame of it: 1.png"),
+        (
+            "mv 00001.png 000010.png",
+            "lacks: 00001.png; it has frames after its last frame: 000010.png",
+        ),
+        ("mv 00001.png 1.png", "lacks: 00001.png; it has entries that are not frames: 1.png"),
         ("rm 00002.png", "it lacks: 00002.png"),
         ("rm *.png", "it lacks: 00000.png, 00001.png, 00002.png"),
-        ("cp 00000.png 00003.png", "it has frames beyond its last: 00003.png"),
-        ("touch a b c d e", "it has what is no frame of it: a, b, c and 2 more"),
-        ("mkdir sub", "it has what is no frame of it: sub/"),
+        ("cp 00000.png 00003.png", "it has frames after its last frame: 00003.png"),
+        ("touch a b c d e", "it has entries that are not frames: a, b, c and 2 more"),
+        ("mkdir sub", "it has entries that are not frames: sub/"),
         (
             "rm 00001.png; mkdir 00001.png",
-            "it lacks: 00001.png; it has what is no frame of it: 000",
+            "it lacks: 00001.png; it has entries that are not frames: 000",
         ),
     ],
 )

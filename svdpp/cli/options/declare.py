@@ -48,7 +48,7 @@ def option(
     """Return an option with a value, for `Annotated`.
 
     Args:
-        names: Names as users type them; without any, the field's name with dashes.
+        names: Names as users type them. Without names, the option has the field's name with dashes.
         panel: One of `PANELS`.
         metavar: Placeholder of the value in the help.
         help: One or two sentences without square brackets, which rich reads as markup.
@@ -152,10 +152,10 @@ def in_range(low: int, high: int | None = None) -> Any:
 
 
 def canonical_name(name: str) -> str:
-    """Return the name of which `name` is an alias, or `name` itself.
+    """Return the present name of an option or a choice.
 
     Args:
-        name: Name of an option or choice without leading dashes, such as `world` or `dithered`.
+        name: Name or alias, without leading dashes, such as `gpus`, `world` or `dithered`.
     """
     return ALIASES.get(name, name)
 

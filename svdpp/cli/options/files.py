@@ -307,7 +307,7 @@ class InputOptions(ImageOptions):
         path_option(
             panel=PROMPTS,
             metavar="FILE",
-            help="A clip a line of a .jsonl, .csv or .yaml.",
+            help="Jobs file (.jsonl, .csv, .yaml): one clip a line.",
             common=True,
         ),
     ] = None
@@ -316,8 +316,8 @@ class InputOptions(ImageOptions):
         flag(
             "--keep-going",
             panel=RECOVERY,
-            help="If some images or lines of --jobs cannot be used, make the clips of the others; "
-            "the exit code is the highest.",
+            help="If some images or lines of --jobs cannot be used, make the clips of the others, "
+            "and exit with the highest code of all errors.",
         ),
     ] = False
 
@@ -388,7 +388,7 @@ class OutputOptions:
 
         Args:
             is_restarted: Whether a launcher restarted the run, which then resumes.
-            replaces_changed: Whether `--resume` replaces clips with other parameters.
+            replaces_changed: Whether `--resume` makes a clip again if its parameters have changed.
 
         Raises:
             RequestError: The suffix of `--out` contradicts `--format`, or a value is out of range.

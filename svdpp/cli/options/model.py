@@ -133,7 +133,7 @@ class ModelOptions:
             panel=MODEL,
             metavar="TYPE",
             help="Precision of weights and latents: fp32, fp16 or bf16.",
-            show_default="fp32 on the CPU; on CUDA fp16, for Wan and LTX-Video bf16",
+            show_default="fp32 on the CPU; on CUDA fp16 for SVD, else bf16",
         ),
     ] = None
     memory_opt: Annotated[
@@ -314,7 +314,7 @@ class ModelOptions:
         has_last_image: bool | None = None,
         num_references: int = 0,
     ) -> SamplingConfig:
-        """Return sampling parameters: the given values, else the model's defaults, else diffusers'.
+        """Return sampling parameters: given options, then the model's defaults, then diffusers'.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.

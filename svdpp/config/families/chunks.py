@@ -8,7 +8,9 @@ from svdpp.config.limits import require
 
 
 def check_steps_of_chunks(_: object, sampling: Any) -> None:
-    """Check that all chunks of a clip have the same number of steps; for `check_sampling`.
+    """Check that all chunks of a clip have the same number of steps.
+
+    Specs use this function as `FamilySpec.check_sampling`.
 
     Args:
         sampling: Sampling parameters, whose `num_inference_steps` counts the steps of all chunks,

@@ -20,7 +20,8 @@ from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 # Number of latent frames of each chunk, number of frames that the VAE makes of a chunk, and the
 # VAE's temporal compression factor.
 _LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
-# Stages of a chunk in the pyramid's pipelines; each has frames of twice the last one's sides.
+# Number of stages in which the pyramid pipelines make a chunk. Each stage doubles the height and
+# width of the stage before it.
 _STAGES = 3
 # Number of frames of a video that fill the history of 19 latent frames, rounded up to chunks.
 _HISTORY_FRAMES = 3 * _CHUNK
@@ -29,7 +30,7 @@ _FROM_VIDEO = {"video_frames": replace(VIDEO_FRAMES, lowest=_CHUNK)}
 
 
 def _frames_of(chunks: int) -> int:
-    """Return the number of frames of a clip that is made of a number of whole chunks."""
+    """Return the number of frames of a clip with the given number of whole chunks."""
     return (_CHUNK * chunks - 1) // _TEMPORAL * _TEMPORAL + 1
 
 
@@ -153,7 +154,7 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages, of which those of the first chunk count twice."""
+        """Number of stages of all chunks, where each stage of the first chunk counts twice."""
         return self.num_stages + _STAGES
 
     def place_of(self, step: int) -> StepPlace:
@@ -190,8 +191,9 @@ class StepPlace(NamedTuple):
     """Place of a denoising step in its chunk."""
 
     stage: int
+    """Index of the step's stage in the chunk."""
     ends_stage: bool
-    """Whether the step is the last one of its stage."""
+    """Whether the step is the last step of its stage."""
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
@@ -228,7 +230,7 @@ def _check_distilled(checkpoint: object, sampling: Any) -> None:
 
 
 def _latent_divisor(sampling: Any, step: int) -> int:
-    """Return by which number the latent's sides are divided after a number of steps."""
+    """Return the number by which the latent's height and width are divided after `step` steps."""
     stage = sampling.place_of(step - 1).stage if step else 0
     return int(2 ** (_STAGES - 1 - stage))
 

@@ -105,7 +105,7 @@ class VideoCondition:
     frames: Any
     """Image of PIL that the clip shows."""
     index: int
-    """Frame of the latent; -1: the last one."""
+    """Index of the frame in the latent; -1: the last frame."""
     strength: float
     """Weight of the image: 0 (no effect) to 1 (the frame is the image)."""
     crf: int = 0

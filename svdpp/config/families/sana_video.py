@@ -47,8 +47,8 @@ SANA_VIDEO = FamilySpec(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
     ),
     renamed_arguments={"frames": "num_frames"},
-    # With resolution binning, the pipeline would make a latent for another height and width than
-    # the clip's.
+    # With resolution binning, the pipeline would make a latent for a height and width that differ
+    # from the clip's.
     call_arguments=lambda _: {"use_resolution_binning": False},
     decodes_in_tiles=True,
 )

@@ -86,7 +86,7 @@ class CheckedCheckpoint(Protocol):
 
 
 def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
-    """Return the arguments `image` and `last_image`; for `FamilySpec.last_image_arguments`."""
+    """Return the arguments `image` and `last_image`; see `FamilySpec.last_image_arguments`."""
     return {"image": first, "last_image": last}
 
 
@@ -188,7 +188,7 @@ class FamilySpec:
     `models.checkpoint_configs`."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
-    `diffusers` itself; None: all can."""
+    `diffusers` itself; None: all classes can."""
     needs_vae_tiling: bool = False
     """Whether the VAE decodes in tiles only: diffusers' own call fails without `enable_tiling`."""
     fp32_components: frozenset[str] = frozenset()
@@ -220,7 +220,7 @@ class FamilySpec:
     after both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
     rounded differently. `replay`, for modular pipelines: the calls of one block of the denoising
     loop do not depend on each other's results, so that two ranks can divide any number of them.
-    None: none of these, so that two ranks cannot share a step."""
+    None: no case applies, so that two ranks cannot share a step."""
     batched_arguments: frozenset[str] = frozenset({"hidden_states", "encoder_hidden_states"})
     """Names of the denoiser's arguments whose first axis is the batch of the two guidance
     branches."""
@@ -299,7 +299,7 @@ class FamilySpec:
 
     @property
     def own_guiders(self) -> frozenset[str]:
-        """Names of the guiders that a modular checkpoint may have; diffusers creates the others."""
+        """Names of the guiders that a modular checkpoint may configure; others have defaults."""
         guiders = {} if self.modular is None else self.modular.guiders
         return frozenset(name for name in guiders if name in self.component_classes)
 

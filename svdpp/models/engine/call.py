@@ -246,7 +246,10 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep a step's latent; return the received one after the last phantom (skipped) step."""
+        """Keep the latent after a step; after the last phantom step, return the packet's latent.
+
+        The pipeline continues with the latent that this callback returns, if any.
+        """
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
             return {}
@@ -256,7 +259,10 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the pipeline's progress bar: `update` ends a step, the bar's end a chunk."""
+        """Replace the progress bar of the pipeline's loop over the steps of a clip or of a chunk.
+
+        The pipeline calls `update` after each step. The end of the `with` block ends the chunk.
+        """
         yield self
         self.update()
         if self.end is not None:
@@ -265,7 +271,10 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """Finish a step. Pipelines call this method of a progress bar after each step."""
+        """Finish a step, and end the pipeline's call after the last step of the range.
+
+        Pipelines call this method of a progress bar after each step.
+        """
         self._finish_step()
         if self.end is not None and self._index + self._stepped >= self.end:
             raise _Stop

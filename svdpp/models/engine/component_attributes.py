@@ -45,9 +45,10 @@ def attributes_of(component: Any) -> Attributes:
 
 
 def snapshot_component(component: Any) -> Attributes:
-    """Return the attributes of a component, to which `set_back_component` sets it back.
+    """Return the present attributes of a component, for a later call of `set_back_component`.
 
-    Those of a guider are copied, except tensors, because a guider changes objects that it keeps.
+    The values of a guider's attributes are copied, except tensors, because a guider changes some
+    values in place.
     """
     attributes = attributes_of(component)
     if isinstance(component, (torch.nn.Module, SchedulerMixin)):
@@ -57,7 +58,12 @@ def snapshot_component(component: Any) -> Attributes:
 
 
 def set_back_component(component: Any, before: Attributes) -> None:
-    """Give a component the attributes that it had, and remove those that steps have added."""
+    """Set the attributes of a component back to a snapshot, and remove attributes added since.
+
+    Args:
+        component: Scheduler, guider or denoiser.
+        before: Result of `snapshot_component` for this component.
+    """
     modules = modules_of(component)
     for name, attributes in attributes_of(component).items():
         for added in attributes.keys() - before[name].keys():

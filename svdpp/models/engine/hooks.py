@@ -12,14 +12,15 @@ HOOK = "_svdpp_hook"
 
 
 def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
-    """Make some methods of an object, and of later copies of it, call methods of a handler.
+    """Make some methods of an object, and of its later copies, call methods of a handler.
 
     The class of the object is replaced by a subclass. A second call only changes the handler.
 
     Args:
         target: Scheduler, or block of a modular pipeline.
         handler: Object whose methods get the hooked object, the real method bound to it, and the
-            arguments of the call. To serve copies of the object, it must be its own deep copy.
+            arguments of the call. A deep copy of the hooked object also copies the handler, unless
+            `__deepcopy__` of the handler returns the handler itself.
         methods: Names of the handler's methods, by the names of the object's methods.
     """
     if not hasattr(target, HOOK):
@@ -36,7 +37,7 @@ def hooked(target: Any, handler: Any, methods: dict[str, str]) -> Iterator[None]
     try:
         yield
     finally:
-        delattr(target, HOOK)  # frees the handler and all that it refers to
+        delattr(target, HOOK)  # frees the handler and all objects to which only the handler refers
         target.__class__ = plain
 
 

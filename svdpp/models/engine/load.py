@@ -262,8 +262,10 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component and of its folder.
-        cls: Class of the component. If it is a processor of text and images, its tokenizer is
-            loaded as a tokenizer, and all but the part for videos otherwise.
+        cls: Class of the component. If the class is a processor of text and images, and the
+            component is the pipeline's tokenizer, only the processor's tokenizer is loaded; see
+            `TextProcessor`. For other components, the processor is loaded without its part for
+            videos.
 
     Raises:
         ModelError: The component's files are missing or damaged.

@@ -346,7 +346,7 @@ def call_arguments(
     request: ClipRequest,
     source: ModelInput | None,
 ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's `__call__` for one clip, without default values.
+    """Return the arguments of the pipeline's `__call__` for one clip, except those that are None.
 
     The function also sets the clip's scheduler and guiders in the pipeline.
 
@@ -376,7 +376,7 @@ def call_arguments(
 
 
 def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Set a new scheduler in a pipeline, and new guiders with a clip's parameters, if it has any.
+    """Set a new scheduler and new guiders with a clip's parameters in a pipeline that has them.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.

@@ -128,7 +128,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of the first value that was changed in place; None: none was."""
+        """Return the name of the first value that was changed in place; None: no value was."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -166,7 +166,10 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value that is a tensor itself or an equal view, so that it is packed once."""
+    """Return the value that has the storage, shape and strides of a tensor, or else the tensor.
+
+    The packer recognises a tensor that occurs twice by its identity, and packs it once.
+    """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
             return value

@@ -1,4 +1,4 @@
-"""Model of one rank of a modular pipeline: encode, steps and decode are partial calls of it."""
+"""Model of one rank: encode, steps and decode as partial calls of a modular pipeline."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ModularModel(EngineModel):
         return call.packet()
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet with another postprocessing; return video and sound, a tuple.
+        """Decode a packet with another postprocessing; return a tuple of video and sound.
 
         Args:
             tensors: Tensors of the packet after the last step.

@@ -71,7 +71,7 @@ class StatePacker(Packer):
 
     Args:
         components: Components of the pipeline by name; a packet only names them.
-        keeps: Whether tensors are kept. Otherwise the structure alone is of use.
+        keeps: Whether the packer keeps the tensors. False: only structures can be used.
     """
 
     def __init__(self, components: dict[str, Any], *, keeps: bool = True) -> None:
@@ -85,7 +85,7 @@ class StatePacker(Packer):
         self._storages: set[int] = set()
 
     def pack(self, value: Any, name: str, *, may_be_absent: bool = False) -> Node:
-        """Return the structure of a value, and keep its tensors for `packet`.
+        """Return the structure of a value; keep the value's tensors in `tensors`.
 
         Args:
             value: Value of the pipeline's state, or of a component's `__dict__`.
@@ -194,7 +194,7 @@ class StatePacker(Packer):
 #: Name of the attribute with the config of an object, such as a copy of the scheduler. Components
 #: have the same config on every rank.
 _CONFIG = "_internal_dict"
-#: Attributes that the engine, torch or diffusers add to objects, and that are no state.
+#: Attributes that the engine, torch or diffusers add to objects, and that are not state.
 NOT_STATE = frozenset({"_parameters", "_modules", HOOK, _CONFIG, "forward", "_diffusers_hook"})
 
 

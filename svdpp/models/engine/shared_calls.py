@@ -20,7 +20,7 @@ _LEAVE_OUT = "leave `cfg_parallel` out"
 
 @dataclass(eq=False)
 class SharedCalls:
-    """Calls of denoisers in a step, of which each rank of a pair evaluates every second one.
+    """Calls of denoisers in a step, of which each rank of a pair evaluates every second call.
 
     A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
     and combines the results after the last call. Both ranks run the block twice. The table shows a
@@ -33,9 +33,10 @@ class SharedCalls:
                          the ranks exchange their results; the state is set back
         second   0 to 2  returns the known results     returns the known results
 
-    The second run has the same arguments and results as on one rank if no call depends on the
-    result of another one. A call that depends on a result gets other arguments from zeros in its
-    place. So it is an error if a call has not the same arguments in both runs.
+    If no call depends on the result of another call, the second run has the same arguments and
+    results as on one rank. A call that depends on a result gets different arguments in the first
+    run, in which the result is replaced by zeros. So a call that has different arguments in the two
+    runs is an error.
 
     In the first step of a process, rank 2u + 1 also evaluates call 0, to learn the shape of the
     zeros.
@@ -64,7 +65,7 @@ class SharedCalls:
             Result of the block.
 
         Raises:
-            ModelError: A call depends on the result of another one, or two calls have results of
+            ModelError: A call depends on the result of another call, or two calls have results of
                 different shapes.
         """
         self._calls, self._own, self._results, self._repeated = [], [], None, 0
@@ -107,7 +108,7 @@ class SharedCalls:
         return clone_tensors(result)  # which the block may change in place
 
     def _check_shape(self, step: int, result: Any) -> None:
-        """Learn the structure of a result, or compare it with the known one."""
+        """Keep the structure of the first result; compare later results with this structure."""
         node = Packer().pack(result, PREDICTION)
         if not self.outputs:
             self.outputs.append(node)
@@ -154,7 +155,7 @@ class _Call:
         self._versions = [_version(leaf) for leaf in self._leaves]
 
     def repeats(self, earlier: _Call) -> bool:
-        """Whether this call has the denoiser and, bit by bit, the arguments of an earlier one.
+        """Whether this call has the denoiser and, bit by bit, the arguments of an earlier call.
 
         An argument of the earlier call that was changed in place since then counts as different.
         """

@@ -1,11 +1,11 @@
 """Tiled decode of a VAE on several ranks, each of which decodes some of the tiles.
 
 diffusers' `tiled_decode` calls the VAE's decoder for each tile, and then blends all tiles. No tile
-depends on another one. Ranks that share a decode run this method unmodified, and only the decoder
+depends on another tile. Ranks that share a decode run this method unmodified, and only the decoder
 is replaced. Four tiles on two ranks:
 
     decode of tiles 0 and 1, or 2 and 3   the decoder keeps these tiles, and always returns an empty
-                                          tensor; so all that is blended is empty
+                                          tensor, so the blending has no effect
     blending, on the rank that finishes   the decoder returns the four tiles one after the other,
                                           and computes nothing
 
@@ -37,7 +37,7 @@ class TileShape(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Number of positions of the latent."""
+        """Number of latent positions from which the tile is decoded."""
         return self.frames * self.height * self.width
 
 
@@ -46,7 +46,7 @@ class PartDecoder:
 
     Args:
         decode: Function that decodes a tile: the decoder's own `forward`.
-        part: Part of the tiles, in positions of the latent in all tiles.
+        part: Range of the tiles that this rank decodes, counted in latent positions of all tiles.
     """
 
     def __init__(self, decode: Callable[..., torch.Tensor], part: DecodeRange) -> None:
@@ -109,7 +109,7 @@ class _TileCalls:
     """Sequence of calls of a VAE's decoder, in which the first call of each tile is recognised.
 
     Wan's decoder is called once for each frame of a tile's latent, with a cache that is new for
-    each tile. Others are called once for each tile.
+    each tile. Other decoders are called once for each tile.
     """
 
     def __init__(self) -> None:
@@ -133,8 +133,8 @@ def tile_specs(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the tiles that another rank decodes, by tile name.
 
-    Each tile's height and width grow by the same factors in the decode. The first tile has as many
-    frames as any other.
+    The decode enlarges the height and width of each tile by the same factors. No tile has more
+    frames than the first tile.
 
     Args:
         shapes: Shapes of all tiles of the clip.
