@@ -47,7 +47,8 @@ CPU = torch.device("cpu")
 #: Clips whose pipelines change the latent after their last step, and one without a callback.
 CHANGED = (
     *("wan-5b-image", "wan-animate", "wan-replace", "kandinsky5-image", "ltx2", "framepack"),
-    *("ltx2-condition-last-image", "ltx-condition", "ltx-condition-image"),
+    *("ltx2-condition-last-image", "ltx-condition", "ltx-condition-image", "ltx2-in-context"),
+    *("ltx2-in-context-video", "ltx2-in-context-first-image"),
 )
 RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 

@@ -1,4 +1,4 @@
-"""Sampling parameters and specs of LTX-2, which makes video with sound, also from conditions."""
+"""Sampling parameters and specs of LTX-2, which makes video with sound, also in context."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.ltx import check_vae
 from svdpp.config.families.spec import (
+    CheckedCheckpoint,
     CheckpointConfigs,
     CheckpointFacts,
     FamilySpec,
@@ -86,6 +87,74 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Ltx2ReferenceSampling(Ltx2BaseSampling):
+    """Sampling parameters of diffusers' `LTX2InContextPipeline` that concern its reference."""
+
+    own: ClassVar[Mapping[str, Param]] = {
+        **Ltx2BaseSampling.own,
+        "reference_strength": Param(
+            highest=1, help="How free of noise the model sees the reference; 1 is free of it."
+        ),
+        "reference_downscale_factor": Param(
+            lowest=1,
+            highest=8,
+            kind=int,
+            help="Number by which the reference's height and width are smaller than the clip's.",
+        ),
+        "conditioning_attention_strength": Param(
+            highest=1, help="How much clip and reference attend to each other; 0 is not at all."
+        ),
+    }
+
+    reference_strength: float = 1.0
+    reference_downscale_factor: int = 1
+    conditioning_attention_strength: float = 1.0
+
+    @property
+    def reference_frames(self) -> int:
+        """Number of frames of the reference."""
+        return self.num_frames
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ltx2InContextSampling(Ltx2ReferenceSampling):
+    """Sampling parameters of `LTX2InContextPipeline` for clips whose image is a reference."""
+
+    crops_image: ClassVar[bool] = True
+
+    family: Literal["ltx2_in_context"] = "ltx2_in_context"
+
+    @property
+    def reference_frames(self) -> int:
+        """Number of frames of the reference, which is an image."""
+        return 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ltx2InContextVideoSampling(Ltx2ReferenceSampling):
+    """Sampling parameters of `LTX2InContextPipeline` for clips whose video is a reference."""
+
+    from_video: ClassVar[bool] = True
+
+    family: Literal["ltx2_in_context_video"] = "ltx2_in_context_video"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ltx2InContextFirstImageSampling(Ltx2ReferenceSampling):
+    """Sampling parameters of `LTX2InContextPipeline` for a first image and a reference video."""
+
+    crops_image: ClassVar[bool] = True
+    videos: ClassVar[Mapping[str, int | None]] = {"reference_video": None}
+    own: ClassVar[Mapping[str, Param]] = {
+        **Ltx2ReferenceSampling.own,
+        "strength": Ltx2ConditionSampling.own["strength"],
+    }
+
+    family: Literal["ltx2_in_context_first_image"] = "ltx2_in_context_first_image"
+    strength: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ltx2ModularSampling(Ltx2BaseSampling):
     """Sampling parameters of diffusers' `LTX2ModularPipeline`, with defaults."""
 
@@ -110,6 +179,16 @@ class VideoCondition:
     """Weight of the image: 0 (no effect) to 1 (the frame is the image)."""
     crf: int = 0
     """Quality of an H.264 compression of the image. 0: no compression, which would need PyAV."""
+
+
+@dataclass(frozen=True)
+class ReferenceCondition:
+    """Image or video to which a clip's denoiser attends; like `LTX2ReferenceCondition`."""
+
+    frames: Any
+    """Image of PIL, or a list of images."""
+    strength: float
+    """How free of noise the denoiser sees the reference: 0 (pure noise) to 1 (no noise)."""
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -193,6 +272,71 @@ LTX2_CONDITION = replace(
 )
 
 
+def _reference(frames: Any, sampling: Any) -> dict[str, Any]:
+    return {"reference_conditions": [ReferenceCondition(frames, sampling.reference_strength)]}
+
+
+def _first_image_and_reference(source: Any, sampling: Any) -> dict[str, Any]:
+    return {
+        **_first_condition(source["image"], sampling),
+        **_reference(source["reference_video"], sampling),
+    }
+
+
+def _check_reference(_: CheckedCheckpoint, sampling: Any) -> None:
+    factor = sampling.reference_downscale_factor
+    unit = sampling.side_unit * factor
+    for name in ("height", "width"):
+        side = getattr(sampling, name)
+        require(
+            side % unit == 0,
+            f"`{name}` must be a multiple of {unit} with `reference_downscale_factor` {factor}, "
+            f"got {side}",
+            field=name,
+            value=side,
+            unit=unit,
+            reference_downscale_factor=factor,
+        )
+
+
+def _reference_positions(pipe: Any, sampling: Any) -> int:
+    """Return the number of positions of the reference, which follow those of the clip."""
+    factor = sampling.reference_downscale_factor * pipe.vae_spatial_compression_ratio
+    frames = (sampling.reference_frames - 1) // pipe.vae_temporal_compression_ratio + 1
+    return int(frames * (sampling.height // factor) * (sampling.width // factor))
+
+
+LTX2_IN_CONTEXT = replace(
+    LTX2_CONDITION,
+    sampling=Ltx2InContextSampling,
+    title="LTX-2 in context, whose image is a reference",
+    text_pipeline=None,
+    image_pipeline="LTX2InContextPipeline",
+    text_and_image=False,
+    # The mask has one number for each two positions of clip and reference.
+    record_uses={**LTX2.record_uses, "_build_video_self_attention_mask": "recomputed"},
+    image_arguments=_reference,
+    last_image_arguments=None,
+    check_sampling=_check_reference,
+    latent_frames=lambda _, __, frames: frames,
+    appended_positions=_reference_positions,
+)
+
+LTX2_IN_CONTEXT_VIDEO = replace(
+    LTX2_IN_CONTEXT,
+    sampling=Ltx2InContextVideoSampling,
+    title="LTX-2 in context, whose video is a reference",
+    aliases=(*LTX2_IN_CONTEXT.aliases, "LTX2InContextPipeline"),
+)
+
+LTX2_IN_CONTEXT_FIRST_IMAGE = replace(
+    LTX2_IN_CONTEXT_VIDEO,
+    sampling=Ltx2InContextFirstImageSampling,
+    title="LTX-2 in context, from a first image and a reference video",
+    image_arguments=_first_image_and_reference,
+)
+
+
 def _guider_configs(sampling: Any) -> dict[str, dict[str, Any]]:
     return {
         "guider": {
@@ -246,4 +390,11 @@ LTX2_MODULAR = replace(
     ),
 )
 
-FAMILIES = (LTX2, LTX2_CONDITION, LTX2_MODULAR)
+FAMILIES = (
+    LTX2,
+    LTX2_CONDITION,
+    LTX2_IN_CONTEXT,
+    LTX2_IN_CONTEXT_VIDEO,
+    LTX2_IN_CONTEXT_FIRST_IMAGE,
+    LTX2_MODULAR,
+)

@@ -144,8 +144,10 @@ class FamilySpec:
     """Name of the argument of the pipeline's `__call__` for the input image or the video's
     frames."""
     image_arguments: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    """Function that returns the arguments of `__call__` for an image, given the image and the
-    sampling parameters. None: the image itself is the argument `image_argument`."""
+    """Function that returns the arguments of `__call__` for a clip's input and the sampling
+    parameters. The input is an image or the frames of a video, or, if the family takes further
+    videos, images and frames by name. None: the input itself is the argument `image_argument`, and
+    further videos are the arguments of their names."""
     last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
     """Function that returns the arguments of the pipeline's `__call__` for a first and a last
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
@@ -200,12 +202,15 @@ class FamilySpec:
     fit."""
     gguf: bool = False
     """Whether diffusers can load the denoiser from a GGUF file."""
-    record_uses: Mapping[str, Literal["unused", "first step"] | int] = field(default_factory=dict)
+    record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
+        default_factory=dict
+    )
     """Use of the recorded results of a pipeline method, by the method's name; see
     `models.engine.records`. `unused`: no step and no decode uses them, so their tensors are not
-    sent. `first step`: only the first step uses them. A number n: of several calls of the method,
-    only the result of call n (from 0) is used. Methods not named here: all steps and the decode use
-    them."""
+    sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded, and every
+    rank calls the method itself, because its result is large but cheap. A number n: of several
+    calls of the method, only the result of call n (from 0) is used. Methods not named here: all
+    steps and the decode use them."""
     initial_latent_source: str | None = None
     """Name of the tensor in packets after the first step from which the result of `prepare_latents`
     is rebuilt. `latents`: the current latent, of which later steps use only parts that no step
@@ -238,6 +243,10 @@ class FamilySpec:
     """Function that returns, given the sampling parameters, by how many frames the latent before
     the first step is longer than the latent after a step: the frames of images, which no step
     changes. It is negative if the pipeline appends these frames after the encode."""
+    appended_positions: Callable[[Any, Any], int] = lambda *_: 0
+    """Function that returns the number of positions (axis N) that a latent has besides those of its
+    frames, as of a reference in another size. Its arguments are the loaded pipeline and the
+    sampling parameters."""
     latent_dtype: (
         Literal["fp32", "model", "stepped", "stepped from text"]
         | Callable[[Any, int], Literal["fp32", "model"]]

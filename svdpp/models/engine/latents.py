@@ -74,7 +74,8 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
         sizes |= {side: sizes[side] // divisor for side in ("H", "W")}
     if step == 0:
         sizes["F"] += spec.first_frames(sampling)
-    sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"]
+    appended = spec.appended_positions(pipe, sampling)
+    sizes["N"] = sizes["F"] * sizes["H"] * sizes["W"] + appended
     return tuple(sizes[axis] for axis in axes)
 
 

@@ -410,14 +410,12 @@ def _input_arguments(
     """Return the arguments of a pipeline's `__call__` for the images or videos of a clip."""
     if spec.references_argument is not None and source is not None:
         return _reference_arguments(pipe, spec, source)
-    if not isinstance(source, dict):
-        if source is None or spec.image_arguments is None:
-            return {spec.image_argument: source}
+    if isinstance(source, dict) and LAST_IMAGE in source:
+        assert spec.last_image_arguments is not None
+        return spec.last_image_arguments(source[IMAGE], source[LAST_IMAGE], sampling)
+    if source is not None and spec.image_arguments is not None:
         return spec.image_arguments(source, sampling)
-    if LAST_IMAGE not in source:
-        return source
-    assert spec.last_image_arguments is not None
-    return spec.last_image_arguments(source[IMAGE], source[LAST_IMAGE], sampling)
+    return source if isinstance(source, dict) else {spec.image_argument: source}
 
 
 def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from tests.support.tiny_parts import DENOISER, LLM, TEXT, VISION, Parts, letters
 _SIZE = size(32, 32, 9, stg_block=1)
 
 
-def ltx2_parts(_: bool) -> Parts:
+def ltx2_parts(_: bool, *, patch_size: int = 1, downsample_type: str = "spatial") -> Parts:
     text = {**LLM, "head_dim": 8, "num_hidden_layers": 2, "num_key_value_heads": 1}
     vision = {**VISION, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
     config = transformers.Gemma3Config(
@@ -40,9 +40,9 @@ def ltx2_parts(_: bool) -> Parts:
             **{"latent_channels": 4, "block_out_channels": (8,), "layers_per_block": (1,)},
             **{"decoder_block_out_channels": (8,), "decoder_layers_per_block": (1, 1)},
             **{"spatio_temporal_scaling": (True,), "decoder_spatio_temporal_scaling": (True,)},
-            **{"decoder_inject_noise": (False, False), "downsample_type": ("spatial",)},
+            **{"decoder_inject_noise": (False, False), "downsample_type": (downsample_type,)},
             **{"upsample_residual": (False,), "upsample_factor": (1,)},
-            **{"patch_size": 1, "decoder_causal": False},
+            **{"patch_size": patch_size, "decoder_causal": False},
         ),
         "audio_vae": audio_vae,
         "vocoder": diffusers.pipelines.ltx2.LTX2Vocoder(
@@ -64,13 +64,35 @@ _UNREAD = {
     "block.audio_scheduler.timesteps": "the scheduler of the sound already knows its next step",
 }
 
-PARTS = {"ltx2": ltx2_parts, "ltx2_condition": ltx2_parts, "ltx2_modular": ltx2_parts}
+
+def _in_context(_: bool) -> Parts:
+    """A VAE of few positions, whose encoder makes as many of a video as its decoder takes."""
+    return ltx2_parts(_, patch_size=8, downsample_type="spatiotemporal")
+
+
+PARTS = {
+    **dict.fromkeys(("ltx2", "ltx2_condition", "ltx2_modular"), ltx2_parts),
+    **dict.fromkeys(
+        ("ltx2_in_context", "ltx2_in_context_video", "ltx2_in_context_first_image"), _in_context
+    ),
+}
 CASES = {
     "ltx2": Case("ltx2", _SIZE),
     "ltx2-image": Case("ltx2", {**_SIZE, "stg_scale": 0.0, "audio_stg_scale": 0.0}, image=True),
     "ltx2-condition-last-image": Case("ltx2_condition", _SIZE, image=True, last_image=True),
     "ltx2-condition-image": Case("ltx2_condition", {**_SIZE, "strength": 0.5}, image=True),
     "ltx2-condition": Case("ltx2_condition", _SIZE),
+    "ltx2-in-context": Case("ltx2_in_context", {**_SIZE, "reference_strength": 0.5}, image=True),
+    "ltx2-in-context-video": Case(
+        "ltx2_in_context_video",
+        {
+            **size(64, 64, 9, stg_block=1, reference_downscale_factor=2),
+            "conditioning_attention_strength": 0.5,
+        },
+        image=True,
+        refused=[({"height": 96}, "`height` must be a multiple of 64 with `reference_downscale")],
+    ),
+    "ltx2-in-context-first-image": Case("ltx2_in_context_first_image", _SIZE, image=True),
     "ltx2-modular": Case("ltx2_modular", _SIZE, unread=_UNREAD),
     "ltx2-modular-image": Case(
         "ltx2_modular",
