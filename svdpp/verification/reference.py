@@ -40,7 +40,7 @@ from svdpp.models.engine.load import (
     text_processors,
 )
 from svdpp.models.engine.loras import PipelineLoras
-from svdpp.models.engine.model import audio_rate, call_arguments, to_audio
+from svdpp.models.engine.model import call_arguments, to_audio
 from svdpp.models.engine.modular_blocks import denoising_loops
 from svdpp.models.engine.modular_state import StatePacker
 from svdpp.models.engine.records import (
@@ -265,7 +265,7 @@ class Reference:
             video = output.values[spec.modular.videos]
             frames = video[0] if spec.modular.has_video_batch else video
             audio = output.values.get(spec.modular.audio)
-        sound = to_audio(pipe, audio, rate=audio_rate(spec))
+        sound = to_audio(pipe, audio, rate=spec.audio_rate)
         return steps.latent, stack_frames(frames), sound
 
 

@@ -48,7 +48,7 @@ CPU = torch.device("cpu")
 CHANGED = (
     *("wan-5b-image", "wan-animate", "wan-replace", "kandinsky5-image", "ltx2", "framepack"),
     *("ltx2-condition-last-image", "ltx-condition", "ltx-condition-image", "ltx2-in-context"),
-    *("ltx2-in-context-video", "ltx2-in-context-first-image"),
+    *("ltx2-in-context-video", "ltx2-in-context-first-image", "kandinsky6"),
 )
 RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 

@@ -34,6 +34,7 @@ TILED: dict[str, dict[str, int]] = {
     "hunyuan-video": {"height": 16, "width": 288, "num_frames": 33},
     "hunyuan-video-1.5": {"height": 16, "width": 288},
     "kandinsky5": {"height": 16, "width": 288},
+    "kandinsky6": {"height": 16, "width": 288},
     "sana-video": {"height": 32, "width": 288},
     "cogvideox": {"height": 16, "width": 400},
     "mochi": {"height": 16, "width": 288},

@@ -120,7 +120,7 @@ def _name_published_classes(folder: Path, family: str) -> None:
     for part, entry in index.items():
         if isinstance(entry, list) and str(entry[1]).endswith("ProcessorPil"):
             index[part] = [entry[0], entry[1].removesuffix("Pil")]
-    if family == "kandinsky5":
+    if family in ("kandinsky5", "kandinsky6"):
         index["tokenizer"] = ["transformers", "Qwen2VLProcessor"]
         image = {"image_processor_type": "Qwen2VLImageProcessor"}
         (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(image))

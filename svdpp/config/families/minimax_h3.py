@@ -61,11 +61,7 @@ def _latent_frames(pipe: Any, sampling: Any, _: int) -> int:
     return int((sampling.frames - latents) // per_chunk * latents + 2)
 
 
-_MODULAR = ModularSpec(
-    blocks=("MiniMaxH3Blocks",),
-    audio="audio",
-    audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
-)
+_MODULAR = ModularSpec(blocks=("MiniMaxH3Blocks",), audio="audio")
 
 MINIMAX_H3 = FamilySpec(
     sampling=MiniMaxH3Sampling,
@@ -95,6 +91,7 @@ MINIMAX_H3 = FamilySpec(
     check_sampling=_check_sampling,
     # The pipeline makes one step less than it is asked for: the last of its noise levels is 0.
     call_arguments=lambda sampling: {"num_inference_steps": sampling.num_inference_steps + 1},
+    audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
     modular=_MODULAR,
 )
 

@@ -66,6 +66,10 @@ class CheckedCheckpoint(Protocol):
     """Checkpoint with checked configs; implemented by `models.checkpoint.Checkpoint`."""
 
     @property
+    def scheduler_class(self) -> str | None:
+        """Class name of the scheduler; None: the family's pipelines have no scheduler."""
+
+    @property
     def scheduler_config(self) -> Mapping[str, Any]:
         """Values of the scheduler's config, by key."""
 
@@ -103,8 +107,6 @@ class ModularSpec:
     """Whether the decoded video is a batch of one; otherwise it is the frames themselves."""
     audio: str | None = None
     """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
-    audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
-    """Function that returns the samples per second of the sound, given a loaded pipeline."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
     """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
     is None, the scale is that of `guidance_scale`."""
@@ -256,6 +258,9 @@ class FamilySpec:
     `FlowMatchEulerDiscreteScheduler`. `stepped from text`: as `stepped` for clips from text, and
     float32 for clips from an image. A function returns one of the first two. Its arguments are the
     sampling parameters and the number of finished steps."""
+    audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
+    """Function that returns the samples per second of the sound, given a loaded pipeline that makes
+    sound."""
     decodes_in_chunks: bool = False
     """Whether the pipeline's `decode_latents` decodes chunks of `decode_chunk_size` frames, which
     do not depend on each other."""

@@ -90,6 +90,13 @@ def silence_blocks(block: Any) -> None:
 # 1. Loading of a whole pipeline.
 
 
+# torch looks for its functions that make tensors at the first use of a device as a context, and
+# keeps what it has found. While transformers loads weights, `torch.linspace` is another function:
+# if that were the first use, later skeletons would get tensors on the CPU.
+with torch.device("meta"):
+    torch.empty(0)
+
+
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:

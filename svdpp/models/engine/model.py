@@ -206,7 +206,7 @@ class EngineModel:
             return postprocess(video, **options)
 
         video, *audio = self.decode_with(tensors, check_and_postprocess)
-        self.audio = to_audio(self._pipe, *audio, rate=audio_rate(self._spec))
+        self.audio = to_audio(self._pipe, *audio, rate=self._spec.audio_rate)
         return to_uint8(video[0])  # converts frames (F, 3, H, W) from 0 to 1
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:
@@ -465,13 +465,6 @@ def to_uint8(pixels: torch.Tensor) -> torch.Tensor:
     return (pixels.float() * 255).round().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
-def audio_rate(spec: FamilySpec) -> Callable[[Any], int]:
-    """Return a function that reads the samples per second of the sound from a loaded pipeline."""
-    if spec.modular is not None:
-        return spec.modular.audio_rate
-    return lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
-
-
 def to_audio(
     pipe: Any, audio: torch.Tensor | None = None, *, rate: Callable[[Any], int]
 ) -> Audio | None:
@@ -479,7 +472,7 @@ def to_audio(
 
     Args:
         pipe: Pipeline whose vocoder made the sound.
-        audio: Sound, (1, channels, N), from -1 to 1; None: the pipeline makes no sound.
+        audio: Sound, (1, channels, N) or (1, N), from -1 to 1; None: the pipeline makes no sound.
         rate: Function that returns the samples per second of a loaded pipeline's sound.
 
     Raises:
@@ -490,7 +483,7 @@ def to_audio(
     if not bool(torch.isfinite(audio).all()):
         raise NotFiniteError("the vocoder returned values that are not finite")
     samples = (audio[0].float().clamp(-1.0, 1.0) * 32767.0).to(torch.int16)
-    return Audio(samples.T.contiguous(), rate(pipe))
+    return Audio(torch.atleast_2d(samples).T.contiguous(), rate(pipe))
 
 
 # --- resize of the input image of SVD, before the encode -----------------------------------------

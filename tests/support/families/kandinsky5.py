@@ -14,8 +14,9 @@ from tests.support.tiny_parts import TEXT, VISION, Parts, qwen, qwen_tokenizer
 _SIZE = size(32, 32, 17, max_sequence_length=1024)
 
 
-def _kandinsky5(image: bool) -> Parts:
-    parts = {
+def qwen_vl() -> Parts:
+    """Return HunyuanVideo's components with the first text encoder of Kandinsky."""
+    return {
         **hunyuan_video(image=False),
         "tokenizer": qwen_tokenizer(),
         "text_encoder": transformers.Qwen2_5_VLForConditionalGeneration(
@@ -27,6 +28,12 @@ def _kandinsky5(image: bool) -> Parts:
                 },
             )
         ),
+    }
+
+
+def _kandinsky5(image: bool) -> Parts:
+    parts = {
+        **qwen_vl(),
         "transformer": diffusers.Kandinsky5Transformer3DModel(
             **{"in_text_dim": TEXT, "in_text_dim2": 8, "time_dim": 8, "model_dim": 12},
             **{"ff_dim": 16, "num_text_blocks": 1, "num_visual_blocks": 1},
