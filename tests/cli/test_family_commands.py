@@ -171,7 +171,11 @@ REFUSED = [
     (f"{BENCH_OF}ltx --workload.frames=9 --workload.prompts=['']", 2, "--prompt is empty"),
     ("bench smoke --workload.prompts=[cat]", 2, "model 'demo' takes no prompt"),
     (f"run talk.mp4 {V2V} --family wan", 7, "is a video, but an image is needed"),
-    (f"run talk.mp4 {V2V} --frames 9", 7, "has 7 of the 9 frames"),
+    (
+        f"run talk.mp4 {V2V} --frames 9",
+        7,
+        "has 7 of the 9 frames that the clip takes\nhint: give a longer video",
+    ),
     (f"run {V2V}", 2, "needs a video"),
     (f"run talk.mp4 {V2V} --model demo", 2, "--family 'wan_v2v' does not run"),
     (f"run rocket.jpg {V2V} --family ltx", 2, "does not run"),

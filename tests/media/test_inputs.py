@@ -321,6 +321,12 @@ def test_the_frames_are_the_first_ones_resized_as_diffusers_does(clip: Path) -> 
     assert torch.equal(*(processor.preprocess_video(each, **SIZE) for each in both))
 
 
+def test_a_clip_takes_as_many_frames_as_its_parameter_says(clip: Path) -> None:
+    sizes: dict[str, Any] = {"height": 64, "width": 96, "num_frames": 18, "from_image": True}
+    asked = SAMPLING_CLASSES["skyreels_v2_df_v2v"](**sizes, video_frames=5)
+    assert np.array_equal(pixels(fitted(clip, asked)), read_frames(clip, "mp4")[:5])
+
+
 @pytest.mark.parametrize(("fit", "corner"), [("crop", 96), ("pad", 0)])
 def test_frames_are_fitted(clip: Path, fit: str, corner: int) -> None:
     frames = fitted(clip, sampling(height=32, width=32, fit=fit))

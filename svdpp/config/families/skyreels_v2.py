@@ -61,7 +61,10 @@ class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     # `video_frames` and the number of generated frames are each a multiple of 4 plus 1.
     frames_remainder: ClassVar[int] = 2
     from_video: ClassVar[bool] = True
-    own: ClassVar[Mapping[str, Param]] = {"video_frames": VIDEO_FRAMES}
+    # One latent frame less than a denoising loop has, so that there is a new one.
+    own: ClassVar[Mapping[str, Param]] = {
+        "video_frames": replace(VIDEO_FRAMES, highest=_LOOP_FRAMES - 4)
+    }
 
     family: Literal["skyreels_v2_df_v2v"] = "skyreels_v2_df_v2v"
     num_frames: int = 114
@@ -166,7 +169,9 @@ SKYREELS_V2_FROM_VIDEO = replace(
     ),
     # The decode puts the frames of the video before those that it decodes.
     record_uses={**SKYREELS_V2_FORCING.record_uses, "video_processor.preprocess_video": 0},
-    latent_frames=lambda _, sampling, frames: frames - sampling.video_frames // 4,
+    latent_frames=lambda _, sampling, frames: (
+        frames - sampling.video_frames // sampling.frames_unit
+    ),
     first_frames=lambda _: 0,
     decodes_in_tiles=False,  # the clip has more frames than are decoded
     frame_limits=(1, MAX_FRAMES, "the limits of svdpp"),

@@ -65,6 +65,7 @@ CASES = {
         negative="blurred",
         unread=_unread_table(3),
         refused=[
+            ({"video_frames": 97}, "`video_frames` must be 1 to 93, got 97"),
             ({"video_frames": 6}, "`video_frames` must be a multiple of 4 plus 1, got 6"),
             ({"num_frames": 10}, "with `video_frames` 5, `num_frames` must be 14 to 102, got 10"),
             ({"num_frames": 106}, "with `video_frames` 5, `num_frames` must be 14 to 102, got 106"),
