@@ -251,7 +251,7 @@ class ServerError(SvdppError, RuntimeError):
 class Interrupted(BaseException):
     """Exception for a signal that ended the run.
 
-    It does not inherit from `Exception`, because libraries would catch it.
+    The class does not inherit from `Exception`, because libraries would catch the exception.
     """
 
     def __init__(self, signal_number: int) -> None:

@@ -99,7 +99,7 @@ class Connection:
 
         Args:
             path: Path of the route.
-            content: Function that returns the body. It is called for each attempt.
+            content: Function that returns the body, called for each attempt.
             headers: Headers of the request.
 
         Raises:

@@ -68,6 +68,7 @@ class ServerModel:
         )
 
     def _sampling(self, values: Mapping[str, Any]) -> SamplingConfig:
+        """Return the sampling parameters with the server's defaults, replaced by `values`."""
         kind: Any = SAMPLING_CLASSES[self.description["family"]]
         known = {each.name for each in fields(kind)}
         for name in values:
@@ -198,6 +199,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def _encoded(file: MediaFile) -> str:
+    """Return the content of a file in base64, after a check that it has not changed."""
     try:
         content = file.path.read_bytes()
     except OSError as error:

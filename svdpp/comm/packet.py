@@ -295,6 +295,7 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
 
 
 def _both(name: str, sent: TensorSpec, expected: TensorSpec) -> dict[str, Any]:
+    """Return the sent and the expected shape, dtype and bytes of a tensor, for an error."""
     details: dict[str, Any] = {"tensor": name}
     for side, spec in (("sent", sent), ("expected", expected)):
         details |= {

@@ -306,12 +306,14 @@ class Transport:
         return stream.to_device(host)
 
     def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
+        """Enqueue an NCCL operation, and make the current stream wait for its end."""
         with self._enqueue:
             work = enqueue()
         if work is not None:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
+        """Count the bytes of a finished transfer, and report a transfer of a clip's state."""
         with self._counting:
             if ends[0] == "send":
                 self.bytes_sent += size
@@ -379,6 +381,7 @@ class _Link:
         return future
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
+        """Call a function, unless an earlier call on this link has failed."""
         if self._failure is not None:
             kind: type[RankError] = BrokenLinkError
             if isinstance(self._failure, TransportError):

@@ -40,8 +40,8 @@ LARGE_MEGAPIXELS = 4
 MAX_CLIPS = 100_000
 #: Largest size of a jobs file in bytes: `MAX_CLIPS` lines of 1000 bytes.
 JOBS_FILE_BYTES = 100_000_000
-#: Largest number of threads of a rank for each core of the machine. It is above 1 so that `verify`
-#: can reproduce a clip that was made on a machine with more cores.
+#: Largest number of threads of a rank, as a multiple of the machine's CPU cores. The limit is above
+#: 1, so that `verify` can reproduce a clip that was made on a machine with more cores.
 MAX_THREADS_PER_CORE = 16
 #: Largest number of elements of a latent.
 MAX_LATENT_ELEMENTS = 2**28

@@ -560,12 +560,13 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
     # Pairs of ranks that divide a batch of two may round differently than one rank. Clips from
     # mixed devices are also unproven, but cannot have pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    # These fields are left out if a clip's JSON lacks them, as that of svdpp 0.3 does.
+    # These fields are left out if a clip's JSON lacks them, such as the JSON of svdpp 0.3.
     optional = (
         *("components", "lora", "denoiser", "attention_backend"),
         *("last_image_sha256", "references_sha256", "vae_tiling"),

@@ -210,9 +210,10 @@ class CommonSampling:
     #: Whether the family's pipeline crops an image whose aspect ratio differs from the clip's;
     #: other pipelines stretch such an image.
     crops_image: ClassVar[bool] = False
-    #: Whether the family's pipeline keeps the shape of its images, which are references.
+    #: Whether the family's pipeline keeps the aspect ratio of its images, which are references.
     keeps_image_shape: ClassVar[bool] = False
-    #: Largest ratio of an image's longer side to its shorter one; None: the limit of all images.
+    #: Largest ratio of an image's longer side to its shorter side; None: the family has no limit
+    #: besides that of all image files.
     max_image_aspect: ClassVar[int | None] = None
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
@@ -368,8 +369,9 @@ class PromptedSampling(CommonSampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_int("num_references", self.num_references, 0, MAX_REFERENCES)
-        wrong = "`references` need an image, too, which is the first of them"
-        require(self.from_image or not self.num_references, wrong, "give one of them as the image")
+        wrong = "`references` need an image, too, which is the first reference"
+        hint = "give one of the references as the image"
+        require(self.from_image or not self.num_references, wrong, hint)
         if self.has_last_image:
             require(self.from_image, "`last_image` needs a first image, too", "give both images")
             too_few = f"`last_image` needs at least 2 `num_frames`, got {self.num_frames}"

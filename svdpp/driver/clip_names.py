@@ -233,7 +233,7 @@ class NameTemplate:
         Args:
             job: Job of the clip.
             index: Position of the job among the jobs of the run, from 0. In names, positions begin
-                    at 1.
+                at 1.
 
         Raises:
             RequestError: The name is empty, begins with a dot, or contains a field whose value

@@ -241,7 +241,7 @@ class LineReader:
             families = f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}"
             self._add(f"model {model!r} takes no last image", reason or families, name)
         elif name == REFERENCES:
-            families = f"families that take them: {', '.join(REFERENCE_FAMILIES)}"
+            families = f"families that take references: {', '.join(REFERENCE_FAMILIES)}"
             self._add(f"model {model!r} takes no references", families, name)
         else:
             hint = nearest(name, (*self.fields, *self._aliases), "")

@@ -25,24 +25,24 @@ Metadata = Sequence[Mapping[str, Any]]
 class Pipeline(PipelineRanks):
     """Context manager that starts ranks, which share the steps of every submitted clip.
 
-        Inside the block, any thread may call any method. The pipeline's own thread handles the
-        events of the ranks, so clips are made even if no thread waits for them. If a failure ends
-        the run, `submit`, `run`, `results`, `close`, the handles of unfinished clips and the end of
-        the block raise the error.
+    Inside the block, any thread may call any method. The pipeline's own thread handles the events
+    of the ranks, so clips are made even if no thread waits for them. If a failure ends the run,
+    `submit`, `run`, `results`, `close`, the handles of unfinished clips and the end of the block
+    raise the error.
 
-        The end of the block waits for all submitted clips. If an exception leaves the block,
-        unfinished clips are dropped. A pipeline can be entered only once.
+    The end of the block waits for all submitted clips. If an exception leaves the block, unfinished
+    clips are dropped. A pipeline can be entered only once.
 
     Under torchrun or srun, the pipeline joins the launcher's ranks instead of starting ranks. Then
     only rank 0 enters the block; the other ranks call `serve`.
 
     Args:
-        config: Configuration to run. The model's defaults replace None in it.
+        config: Configuration to run. The model's defaults replace fields that are None.
         layout: `auto`: the layout with the best forecast, with the costs of the configuration (by
             default published costs). `data-parallel`: each rank makes whole clips. None or
             `pipeline`: the layout of the configuration.
         num_clips: Number of clips for the forecast, which `auto` needs.
-        checkpoint: Checkpoint of the model; None: its configs are read.
+        checkpoint: Checkpoint of the model; None: the pipeline reads the checkpoint's configs.
         tensor_folder: Folder in which the latent of each transfer and the frames are kept for
             verification; None: no tensors are kept.
         latents_folder: Folder for latent checkpoints of requests with a `latents_key`. A checkpoint
@@ -52,8 +52,7 @@ class Pipeline(PipelineRanks):
             paths and `latents_folder` exist on every host.
         history_clips: Number of the latest clips that `trace` keeps, and of the latest failed clips
             that `failures` keeps. A pipeline that runs for days needs a limit. None: no limit.
-                    trace_clips: Number of the latest clips that `trace` keeps; None:
-                        `history_clips`.
+        trace_clips: Number of the latest clips that `trace` keeps; None: `history_clips`.
         ranks_ignore_signals: Whether ranks that this process starts ignore INT, TERM and HUP. A
             service finishes its clips after such a signal, and the signal often reaches all
             processes.

@@ -206,7 +206,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
         local_size: Number of ranks on this host.
         launched: Whether a launcher started the ranks, which may make only one GPU visible to each
-                    rank.
+            rank.
 
     Raises:
         RequestError: The machine has too few CUDA devices.

@@ -1,6 +1,6 @@
 """Image files: reading as upright RGB images within limits, and fitting to the shape of a frame.
 
-Files are untrusted. Each is read once, so that the hashed bytes are the decoded bytes.
+Files are untrusted. Each file is read once, so that the hashed bytes are the decoded bytes.
 """
 
 from __future__ import annotations

@@ -154,8 +154,8 @@ def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> 
 
     Args:
         files: Images of clips.
-        sampling: Sampling parameters of the clips. With another `fit` than `stretch`, images have
-            the shape of the clip.
+        sampling: Sampling parameters of the clips. If `fit` is not `stretch`, nothing is checked,
+            because images get the clip's aspect ratio.
 
     Raises:
         InputError: An image is too narrow.
@@ -168,7 +168,7 @@ def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> 
             raise InputError(
                 f"{str(file.path)!r} is too narrow: {file.width}x{file.height}, and the model "
                 f"takes images up to {highest}:1",
-                "`fit` crop or pad gives it the shape of the clip",
+                "`fit` crop or pad gives the image the clip's aspect ratio",
                 details={"width": file.width, "height": file.height, "max_aspect": highest},
             )
 

@@ -251,6 +251,11 @@ def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
 
 
 def _open_locked(path: Path, lock: int) -> tuple[int, str]:
+    """Open and lock a file; return its descriptor and "", or the reason why it is not locked.
+
+    Raises:
+        RequestError: Another process holds the lock.
+    """
     while True:
         # NFS locks only files that are open for writing.
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -271,6 +276,11 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
+    """Check that what exists at `path` may be replaced; see `check_replaceable`.
+
+    Raises:
+        FileExistsError: `path` is of the wrong kind, or a folder with other files.
+    """
     if files is not None and path.is_dir():
         others = [name for name in os.listdir(path) if not files.fullmatch(name)]
         if others:
@@ -280,12 +290,13 @@ def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
 
 
 def _move(temporary: Path, path: Path) -> None:
+    """Rename a finished file or folder to `path`, and remove an old folder of this name."""
     if not path.is_dir():
         os.replace(temporary, path)
         return
     # A rename cannot replace a folder that is not empty, so the old folder is renamed first.
-    # Between the two renames the old folder is the only complete one, so its name must not match
-    # the pattern of `remove_abandoned`.
+    # Between the two renames, only the old folder is complete, so its name must not match the
+    # pattern of `remove_abandoned`.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:

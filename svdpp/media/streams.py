@@ -173,6 +173,7 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
+    """Yield clauses about different durations or times; `what` names the stream in a clause."""
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"

@@ -166,7 +166,7 @@ def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> l
         format: Format of both files.
 
     Returns:
-        A clause for each difference, such as "its loop is once instead of endless".
+        A clause for each difference, such as "its repetition is once instead of endless".
 
     Raises:
         InputError: A file cannot be read.
@@ -193,6 +193,7 @@ def _words(colours: set[str]) -> str:
 
 
 def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
+    """Return the properties that change how players show a gif or webp, by name."""
     _, times = _read_animation(path, format)
     with Image.open(path, formats=[format]) as image:
         orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
@@ -358,6 +359,7 @@ def _checked(frames: Frames) -> Frames:
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
+    """Turn exceptions in the `with` block into an `InputError`; `what` is the kind of the file."""
     try:
         yield
     except SvdppError:
@@ -430,6 +432,7 @@ def read_audio(path: Path) -> AudioSamples:
 
 
 def _check_audio(path: Path, audio: AudioSamples) -> None:
+    """Check that the sound of a written mp4 has the duration of `audio`."""
     samples, rate = audio
     read, read_rate = read_audio(path)
     read_seconds, seconds = len(read) / read_rate, len(samples) / rate

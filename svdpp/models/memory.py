@@ -54,9 +54,10 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of encode, steps and decode of a model, in seconds on one CPU core.
+    """Estimate the memory of encode, steps and decode of a model.
 
-    The estimate changes no state that threads share, so other threads can compute meanwhile.
+    The estimate takes some seconds of one CPU core. It changes no state that threads share, so
+    other threads can compute meanwhile.
 
     Args:
         checkpoint: Checked checkpoint; only its configs are read.
@@ -105,7 +106,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
 
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
-    """Count the FLOPs of a clip's encode, of one step, and of the decode, in seconds.
+    """Count the FLOPs of a clip's encode, of one step, and of the decode, which takes seconds.
 
     The model's real code runs on fake tensors, and torch's formulas give the FLOPs of each
     operation: 2 for each multiply-add of a matrix product, convolution or attention, 0 for all
@@ -292,7 +293,7 @@ class FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps to measure; usually two, because the second needs more memory.
+        """Number of steps to measure; usually two, because the second step needs more memory.
 
         Two cases measure all steps: two experts of which one may have quantised layers, and modular
         pipelines, whose decode needs the packet after the last step.
@@ -479,7 +480,7 @@ class _RepeatedTiles:
 
 
 def _zeros_on(device: str, value: Any) -> Any:
-    """Replace a tensor by zeros on a device; keep plain values; return None for other objects."""
+    """Return zeros on a device for a tensor, a plain value itself, and None for other objects."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None

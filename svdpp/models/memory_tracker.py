@@ -18,7 +18,7 @@ from svdpp.models.engine.records import tensors_in
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracker of the bytes of all tensors (real or fake) that exist during its block.
+    """Tracker of the bytes of all tensors (real or fake) that exist during a `with` block.
 
     `current` is the sum of all storages in bytes, and `peak` the highest sum so far.
 

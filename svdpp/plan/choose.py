@@ -83,7 +83,10 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
+    """Search for the best layout; the fields are those of `choose_layout`."""
+
     data_parallel: Layout
+    """Layout in which each rank makes whole clips, with the costs; all others derive from it."""
     num_clips: int
     memory_gib: Sequence[float]
     pairs: bool
@@ -111,6 +114,7 @@ class _Search:
     # --- candidate layouts ----------------------------------------------------------------------
 
     def _paired(self) -> list[Layout]:
+        """Return the data-parallel layout of pairs of ranks, if pairs are allowed and possible."""
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if not self.pairs or whole.world_size % 2 or per_host % 2:
@@ -118,6 +122,7 @@ class _Search:
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
     def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
+        """Return all possible layouts that derive from the data-parallel layouts `wholes`."""
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -153,6 +158,7 @@ class _Search:
     # --- reason for the choice ------------------------------------------------------------------
 
     def _why(self, best: _Candidate, candidates: Sequence[_Candidate]) -> str:
+        """Return a comparison of the best layout with the next best layout."""
         rivals = [each for each in candidates if each is not best]
         if not rivals:
             return "no other layout is possible"
@@ -169,6 +175,10 @@ class _Search:
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
     def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
+        """Yield remarks on shared experts, and on layouts that were not candidates.
+
+        `unknown` is the number of layouts that fit in memory, but whose transfer costs are unknown.
+        """
         if best.expert_boundary is not None:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
             yield f"{num_both} of {best.world_size} ranks hold both experts"

@@ -346,6 +346,7 @@ def _times(value: PerRank, factor: float) -> PerRank:
 
 
 def _fault(name: str, value: object) -> str:
+    """Return what is wrong with the value of a `CostModel` field; empty if it is valid."""
     if name in _TEXTS:
         return "" if isinstance(value, str) else f"must be a string, got {value!r}"
     if value is None and _MAY_BE_UNKNOWN[name]:

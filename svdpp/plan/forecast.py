@@ -556,6 +556,10 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
+    """Return a rank's line of the grid: in each column the sign with the most time.
+
+    `begin` is the start of the run, and `total` its duration, both in seconds.
+    """
     if not total:
         return _IDLE * columns
     column = total / columns

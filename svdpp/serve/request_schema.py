@@ -60,7 +60,7 @@ _UNSUPPORTED = {
     "boundary_ratio": "the value of the checkpoint is used",
     "guidance_rescale": "this model does not use guidance_rescale",
     LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
-    REFERENCES: f"families that take them: {', '.join(REFERENCE_FAMILIES)}",
+    REFERENCES: f"families that take references: {', '.join(REFERENCE_FAMILIES)}",
 }
 
 MAX_PRIORITY = 9

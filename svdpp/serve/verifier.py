@@ -121,7 +121,7 @@ class Verifier:
 
         Returns:
             Whether a verification was begun. False if the ranks have work, or another server is
-                verifying or has verified the clip.
+            verifying or has verified the clip.
         """
         if not self._is_idle():
             return False

@@ -236,7 +236,7 @@ class Reference:
             sampling: Resolved sampling parameters.
             before_steps: Callback before the denoiser's first call.
             after_step: Callback after each step, which gets the index of the step, and the latent,
-                    the solver's history and the predictions as tensors by name.
+                the solver's history and the predictions as tensors by name.
 
         Returns:
             Final latent in the model's shape; frames, uint8 of shape (F, H, W, 3); and sound,

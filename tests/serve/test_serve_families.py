@@ -385,7 +385,7 @@ def test_references_are_a_list_of_files() -> None:
         server.validate({**first, "references": [image] * 9})
     with pytest.raises(ApiError, match="references is unknown") as caught:
         _wan(image_use="needed").validate({**first, "references": image})
-    assert caught.value.hint == "families that take them: minimax_h3_references"
+    assert caught.value.hint == "families that take references: minimax_h3_references"
     body = _request_body(server.request_model)["content"]["application/json"]["schema"]
     assert body["properties"]["references"]["items"]["contentEncoding"] == "base64"
 

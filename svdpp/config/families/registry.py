@@ -113,13 +113,13 @@ def check_references(family: str, count: int) -> None:
     """Check that the clips of a family may have a number of references besides their input image.
 
     Raises:
-        RequestError: The family takes no references, or fewer.
+        RequestError: The family takes no references, or fewer than `count`.
     """
     highest = FAMILY_SPECS[family].max_references
     if count and not highest:
         raise RequestError(
             f"the family {family} takes no `references`",
-            f"families that take them: {', '.join(REFERENCE_FAMILIES)}",
+            f"families that take references: {', '.join(REFERENCE_FAMILIES)}",
             details={"family": family, "known": list(REFERENCE_FAMILIES)},
         )
     require(

@@ -155,9 +155,9 @@ class FamilySpec:
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
     pipeline takes no last image."""
     references_argument: str | None = None
-    """Name of the argument of the pipeline's `__call__` for a list of references. If the input of a
-    clip is an image, it is the first of them. None: the input image is passed as `image_argument`,
-    and clips have no further images."""
+    """Name of the argument of the pipeline's `__call__` for a list of references, of which an input
+    image is the first. None: the input image is passed as `image_argument`, and clips have no
+    further images."""
     max_references: int = 0
     """Largest number of references of a clip, besides its input image."""
     aliases: tuple[str, ...] = ()
@@ -244,10 +244,10 @@ class FamilySpec:
     first_frames: Callable[[Any], int] = lambda _: 0
     """Function that returns, given the sampling parameters, by how many frames the latent before
     the first step is longer than the latent after a step: the frames of images, which no step
-    changes. It is negative if the pipeline appends these frames after the encode."""
+    changes. The number is negative if the pipeline appends these frames after the encode."""
     appended_positions: Callable[[Any, Any], int] = lambda *_: 0
     """Function that returns the number of positions (axis N) that a latent has besides those of its
-    frames, as of a reference in another size. Its arguments are the loaded pipeline and the
+    frames, such as those of a reference in another size. Its arguments are the loaded pipeline and the
     sampling parameters."""
     latent_dtype: (
         Literal["fp32", "model", "stepped", "stepped from text"]

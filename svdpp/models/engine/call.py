@@ -140,6 +140,7 @@ class RangeCall:
     # 1. Calls of one step: denoisers and `scheduler.step`.
 
     def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
+        """Return the method that replaces a denoiser's `forward` during the call."""
         real = module.forward
 
         @functools.wraps(real)
@@ -162,15 +163,22 @@ class RangeCall:
 
     @property
     def _step(self) -> Node:
+        """Part of the received structure that describes the state after `start` steps."""
         assert self.given is not None
         step: Node = self.given["step"]
         return step
 
     @property
     def _is_last(self) -> bool:
+        """Whether the current step is the last step of the range."""
         return self.end is not None and self._index == self.end - 1
 
     def _begin_step(self) -> None:
+        """Begin a new step, if `scheduler.step` was called since the last call of a denoiser.
+
+        Raises:
+            _Stop: The new step is beyond the range.
+        """
         self._finish_step()
         if self._stepped:
             self._index, self._stepped = self._index + 1, False
@@ -182,6 +190,7 @@ class RangeCall:
             raise _Stop
 
     def _phantom_output(self) -> Any:
+        """Return zeros in place of a denoiser's result in a phantom step."""
         known = self._step["outputs"]
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
@@ -215,6 +224,12 @@ class RangeCall:
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
+        """Set the state of a scheduler to that in the packet, and return the result in the packet.
+
+        Args:
+            scheduler: Scheduler whose `step` the pipeline has called.
+            place: Index of the scheduler, in the order of the schedulers' first steps.
+        """
         step = self._step
         if place == len(self._states):
             self._states.append(self._unpacked(step["states"][place]))
@@ -282,17 +297,19 @@ class RangeCall:
     # 3. Contents of the packet for the next rank.
 
     def _pack(self) -> None:
+        """Pack the records and the state after the last finished step, for `packet`."""
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
-            # The latent is packed first. It is often also a result of `scheduler.step`, and a
-            # tensor is packed only once.
+            # The latent is packed first, because it is often also a result of `scheduler.step`, and
+            # a tensor that occurs twice keeps its first name.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
             recorded = self._records.passed_on(self.received, self._packer.tensors)
         self._structure = {"records": recorded, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
+        """Return the structures of the current step's results, one list for each scheduler."""
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
@@ -304,6 +321,7 @@ class RangeCall:
         return results
 
     def _packed_step(self) -> Node:
+        """Return the structure of all that phantom steps need, as `_step` reads it."""
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
@@ -377,9 +395,9 @@ class GuidanceBranches:
     """Guidance on a pair of ranks: in each step, each rank evaluates the denoiser for one branch.
 
     `FamilySpec.branches` is `batch` for pipelines that call the denoiser once in each step, with a
-    batch of two. Each rank then evaluates half of the batch. It is `calls` for pipelines that call
-    the denoiser twice in each step, and use the two results only after both calls. The table shows
-    a step with `calls`, in which both ranks of the pair run the pipeline's own code:
+    batch of two. Each rank then evaluates half of the batch. The value `calls` is for pipelines
+    that call the denoiser twice in each step, and use the two results only after both calls. The
+    table shows a step with `calls`, in which both ranks of the pair run the pipeline's own code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -388,8 +406,8 @@ class GuidanceBranches:
         scheduler.step   equal arguments, equal result on both ranks
 
     Rank 2u + 1 cannot start earlier, because the pipeline makes the second call only after the
-    first call has returned. In the first step of a process, and in the first with a latent of
-    another shape, rank 2u + 1 also evaluates the first call, to learn the shape of the zeros.
+    first call has returned. In the first step with a latent of a new shape, rank 2u + 1 also
+    evaluates the first call, to learn the shape of the zeros.
     """
 
     spec: FamilySpec

@@ -361,7 +361,7 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     """Load a component by `from_pretrained` of diffusers or transformers, and check its weights.
 
     Raises:
-        ModelError: Weights are missing, unknown or of another shape; the libraries only warn.
+        ModelError: Weights are missing or unknown, or have a wrong shape; the libraries only warn.
     """
     # With `ignore_mismatched_sizes`, transformers lists mismatched shapes in `info` and does not
     # raise an error.

@@ -39,11 +39,13 @@ def repeats_blocks(block: Any) -> bool:
 
 
 def is_in_other_branch(path: Sequence[Any], chosen: Sequence[Any]) -> bool:
-    """Whether a block is in another branch of a conditional block than a block that runs.
+    """Whether two blocks are in different branches of a conditional block.
+
+    Only one of the branches runs, so the first block does not run if the second block runs.
 
     Args:
-        path: Containers of the block, from the outermost, and the block.
-        chosen: The same of the block that runs.
+        path: Containers of the first block, from the outermost, and then the block itself.
+        chosen: Containers of the second block, and then the block itself.
     """
     same = [one is other for one, other in zip(path, chosen, strict=False)]
     place = same.index(False) if False in same else 0

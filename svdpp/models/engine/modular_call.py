@@ -105,10 +105,10 @@ class ModularCall:
     """Callback after each step of the call; an exception from it ends the call."""
     branches: GuidanceBranches | None = None
     """Guidance whose two branches two ranks evaluate, in blocks with whole steps inside; None: no
-    calls are divided so."""
+    calls are divided by branch."""
     shared: SharedCalls | None = None
-    """Calls of denoisers in one block that are divided between this rank and a second one; None: no
-    calls are divided so."""
+    """Calls of denoisers in one block that are divided between this rank and a second rank; None:
+    no calls are divided by their number."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
@@ -185,11 +185,11 @@ class ModularCall:
     # 1. Top-level blocks.
 
     def select(self, _: Any, real: Callable[..., Any], **inputs: Any) -> Any:
-        """Choose a branch of a conditional block; in skipped blocks, as the earlier rank chose.
+        """Choose a branch of a conditional block; in skipped blocks, the branch in the packet.
 
         Args:
             real: Method `select_block` of the conditional block.
-            inputs: Values by which it chooses.
+            inputs: Values by which the block chooses.
         """
         if self._loop is not None:
             return real(**inputs)
@@ -205,7 +205,7 @@ class ModularCall:
 
         Args:
             block: Top-level block, or sub-block of the denoising loop.
-            real: Its method `__call__`.
+            real: Method `__call__` of the block.
             components: The pipeline.
             state: `PipelineState` of a top-level block, `BlockState` of a sub-block.
             kwargs: Further arguments of a sub-block.
@@ -231,10 +231,15 @@ class ModularCall:
         return result
 
     def _first_latent(self, latents: torch.Tensor | None) -> torch.Tensor:
-        """Return the latent before the first step, given that of the pipeline's state."""
+        """Return the latent for a packet before the first step.
+
+        Args:
+            latents: Latent in the pipeline's state; None: the pipeline has no latent yet, because
+                each chunk draws its own noise.
+        """
         assert self.blank is not None
         shape = self.blank.shape
-        if latents is None:  # each chunk draws its own noise
+        if latents is None:
             return torch.zeros(shape, dtype=DTYPES[self.blank.dtype], device=self._device)
         if "N" not in self.blank.dims:
             return latents
@@ -242,6 +247,7 @@ class ModularCall:
         return latents.narrow(axis, latents.shape[axis] - shape[axis], shape[axis])
 
     def _set_state(self, state: Any) -> None:
+        """Set the values of a `PipelineState` to those in the received packet."""
         assert self.given is not None
         state.values.clear()
         state.values.update(self._values)
@@ -333,7 +339,7 @@ class ModularCall:
     # 3. A step.
 
     def evaluate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a denoiser; in a phantom step, return zeros of the shape of its earlier result.
+        """Call a denoiser; in a phantom step, return zeros in the shape of its result.
 
         Args:
             real: Method `forward` of the denoiser.
@@ -413,6 +419,11 @@ class ModularCall:
         return result
 
     def _end_step(self, result: Any) -> None:
+        """Count a finished step, keep its latent, and call `after_step`.
+
+        Args:
+            result: Result of `scheduler.step`, or the latent.
+        """
         self._latents = step_latent(result)
         self._ran_step = True
         self._evaluations = 0
@@ -452,9 +463,9 @@ class ModularCall:
                     raise self._error(f"changes {name} in place in a block with steps inside")
         assert self._latents is not None
         latents = packer.pack(same_in(values, self._latents), LATENTS)
-        # Values that an iteration writes before it reads them need not travel. This is known only
-        # after a whole iteration, and packets must not depend on where their calls began: so not
-        # if an iteration has several steps.
+        # Tensors that each iteration writes before it reads them are left out of the packet. Which
+        # tensors these are is known only after a whole iteration. If an iteration has several
+        # steps, all tensors are sent, because packets must not depend on where a call began.
         written = set()
         is_whole = place is not None and self._sub_block == len(self._loop.sub_blocks)
         if is_whole and self._inner_steps == 1 and not (is_inside or self._skipped):
@@ -491,7 +502,8 @@ class ModularCall:
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
         """Return the structure of each value that blocks of later ranks read, by name.
 
-        If the loop replaces a tensor, or only its presence matters, only its shape is packed.
+        Of some tensors only the shape is packed: of tensors that the loop replaces, and of tensors
+        by whose presence conditional blocks choose a branch.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
@@ -507,10 +519,10 @@ class ModularCall:
         return packed
 
     def _packed_inner(self) -> Node:
-        """Return the JSON for a packet that is made between two steps of one sub-block.
+        """Return the structure for a packet that is made between two steps of one sub-block.
 
-        It has the steps done inside the sub-block, the states of the generators at its start, and
-        the last result of each series of steps.
+        The structure has the number of steps done inside the sub-block, the states of the
+        generators at the start of the sub-block, and the last result of each series of steps.
         """
         assert self._entry is not None
         packer = self._packer
@@ -526,7 +538,7 @@ class ModularCall:
         return {"steps": self._inner_steps, "generators": generators, "series": series}
 
     def _restore(self) -> None:
-        """Unpack the received packet."""
+        """Unpack the received packet, and set the attributes of the components."""
         assert self.given is not None
         components = self.pipe.components
         self._unpacker = StateUnpacker(self.received, components, self._device)
