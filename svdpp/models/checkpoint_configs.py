@@ -154,6 +154,9 @@ class Configs:
             if has_weights(part):
                 self._configs[part] = _read_checked(folders[part], "config.json")
                 continue
+            if part in spec.own_guiders:
+                self._configs[part] = _read_checked(folders[part], "guider_config.json")
+                continue
             for path in sorted(folders[part].path.glob("*_config.json")):
                 _read_checked(folders[part], path.name)
 

@@ -258,7 +258,7 @@ class ComponentFolder:
 
 # --- weight files ---------------------------------------------------------------------------------
 
-_WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "scheduler")
+_WITHOUT_WEIGHTS = ("processor", "extractor", "guider", "guider_2", "scheduler")
 
 
 def has_weights(part: str) -> bool:

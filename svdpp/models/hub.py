@@ -29,7 +29,8 @@ from svdpp.models.files import (
 #: Patterns of the files without weights (a few megabytes), for models of all families.
 _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
-    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*", "guider/*"),
+    *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*"),
+    *("guider/*", "guider_2/*"),
 )
 # Patterns of files without weights, in the folder of any component.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")

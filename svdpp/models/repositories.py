@@ -254,7 +254,8 @@ _VARIANT = r"[A-Za-z0-9_][\w.-]{0,49}"
 #: (`_is_local_component` of its modular pipelines).
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".onnx", ".pb", ".flashpack")
 _CONFIG_NAMES = {
-    *("scheduler_config.json", "chat_template.jinja", "generation_config.json"),
+    *("scheduler_config.json", "guider_config.json", "chat_template.jinja"),
+    "generation_config.json",
     *("preprocessor_config.json", "processor_config.json"),
     *("tokenizer.json", "tokenizer_config.json"),
 }

@@ -21,6 +21,7 @@ from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.load import component_class
 from svdpp.models.engine.model import EngineModel, call_arguments
+from svdpp.models.engine.modular_blocks import leaf_blocks
 from svdpp.models.engine.records import Packer, unpack, zeros_for
 from svdpp.verification.reference import Reference
 from svdpp.worker.tensor_files import tensor_sha256
@@ -267,6 +268,7 @@ def test_wrong_inputs_are_refused(
 
 
 INDEX, DENOISER = "model_index.json", "transformer/config.json"
+SKIPS, GUIDER = "wan-modular-skipped-layers", "guider/guider_config.json"
 MODULAR_INDEX = "modular_model_index.json"
 ENCODER = "image_encoder/config.json"
 SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a checkpoint"
@@ -282,7 +284,23 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("wan-modular", MODULAR_INDEX, {"boundary_ratio": 0.9}, "the model has two experts"),
         ("wan-modular", MODULAR_INDEX, {"expand_timesteps": True}, "only for Wan 2.2 5B"),
         ("wan-modular", MODULAR_INDEX, {"_blocks_class_name": "Other"}, "blocks 'Other' are not"),
-        ("wan-modular", MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider"),
+        ("ltx2-modular", MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider"),
+        ("wan-modular", MODULAR_INDEX, {"guider": [None, None, {}]}, "of guider names no class"),
+        (*("wan-modular", MODULAR_INDEX), {"guider": ["diffusers", "X", {}]}, "guider is of class"),
+        ("wan-modular-momentum", GUIDER, {"enabled": False}, "enabled is False but must be True"),
+        (
+            *("wan22-modular-momentum", "guider_2/guider_config.json"),
+            {"use_original_formulation": True},
+            "gives the guidance scale another meaning",
+        ),
+        (SKIPS, GUIDER, {"skip_layer_guidance_layers": [0]}, "diffusers fails in"),
+        (SKIPS, GUIDER, {"skip_layer_config": None}, "must name layers of the denoiser"),
+        (SKIPS, GUIDER, {"skip_layer_config": [{"indices": [2]}]}, "by `indices` from 0 to 1"),
+        (
+            *(SKIPS, GUIDER),
+            {"skip_layer_config": {"indices": [0], "dropout": 0.5}},
+            "another value of dropout than 1.0",
+        ),
         (
             *("wan-modular", MODULAR_INDEX),
             {"vae": ["diffusers", "AutoencoderKLWan", {"subfolder": "../other"}]},
@@ -291,8 +309,8 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (
             *("hunyuan-video-1.5-modular", MODULAR_INDEX),
-            {"guider": ["diffusers", "AdaptiveProjectedGuidance", {"subfolder": "guider"}]},
-            "the guider is of class 'AdaptiveProjectedGuidance'",
+            {"guider": ["diffusers", "SkipLayerGuidance", {"subfolder": "guider"}]},
+            "the guider is of class 'SkipLayerGuidance'",
         ),
         (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
@@ -358,11 +376,13 @@ def test_small_checkpoints_have_the_classes_of_published_ones(
     if checkpoint.spec.modular is None:
         annotations = inspect.get_annotations(pipeline.__init__, eval_str=True)
     else:
-        pipe = pipeline()
-        annotations = {
-            part: pipe.get_component_spec(part).type_hint
-            for part in pipe.pretrained_component_names
-        }
+        pipe, annotations = pipeline(), {}
+        for leaf, _ in leaf_blocks(pipe._blocks):
+            for each in leaf.expected_components:
+                # the blocks of Wan 2.2 VACE name two classes of denoisers
+                if each.name in pipe.pretrained_component_names:
+                    known = annotations.get(each.name, each.type_hint)
+                    annotations[each.name] = known | each.type_hint
     (path,) = checkpoint.folder.glob("*model_index.json")
     index = json.loads(path.read_text())
     for part, annotation in annotations.items():

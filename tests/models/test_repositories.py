@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import huggingface_hub
 import pytest
 import torch
@@ -34,7 +35,7 @@ from tests.support.shell import PYTHONPATH, assert_error, svdpp_here
 from tests.support.tiny_families import save_tiny
 
 INDEX = "modular_model_index.json"
-PARTS = ("scheduler", "text_encoder", "tokenizer", "transformer", "vae")
+PARTS = ("guider", "scheduler", "text_encoder", "tokenizer", "transformer", "vae")
 WEIGHTED = ("text_encoder", "transformer", "vae")
 SAMPLING = SAMPLING_CLASSES["wan_modular"](num_inference_steps=4, height=32, width=32, num_frames=5)
 SIZES = ("--steps", "4", "--height", "32", "--width", "32", "--frames", "5")
@@ -44,7 +45,8 @@ ALL_ROLES = Roles(encode=True, denoise=True, decode=True)
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with all components."""
-    return save_tiny("wan_modular", tmp_path_factory.mktemp("whole") / "wan")
+    folder = tmp_path_factory.mktemp("whole") / "wan"
+    return save_tiny("wan_modular", folder, guider=diffusers.ClassifierFreeGuidance(stop=0.5))
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +87,7 @@ def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
     hub.folder = _only_index(whole, tmp_path / "tiny")
     vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # at the root of its repository
     video, text = tmp_path / "video", tmp_path / "text"
-    for part in ("scheduler", "transformer"):
+    for part in ("guider", "scheduler", "transformer"):
         shutil.copytree(whole / part, video / part)
     shutil.copytree(whole / "text_encoder", text / "encoders" / "umt5")
     shutil.copytree(whole / "tokenizer", text / "words")
@@ -95,7 +97,7 @@ def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
     hub.others["org/text"] = tmp_path / "empty"  # its main branch lacks the files
     hub.others["org/text"].mkdir()
     _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/vae", subfolder="")
-    for part in ("scheduler", "transformer"):
+    for part in ("guider", "scheduler", "transformer"):
         _name_place(hub.folder, part, repo="org/video")  # the key of older files
     at = {"pretrained_model_name_or_path": "org/text", "revision": "v1"}
     _name_place(hub.folder, "text_encoder", **at, subfolder="encoders/umt5")
@@ -105,6 +107,7 @@ def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
 
 #: Repositories and commits of `spread`, by component.
 PLACES = {
+    "guider": f"org/video@{commit_of('org/video')}",
     "scheduler": f"org/video@{commit_of('org/video')}",
     "text_encoder": f"org/text@{commit_of('org/text@v1')}",
     "tokenizer": f"org/text@{commit_of('org/text@v1')}",

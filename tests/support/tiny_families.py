@@ -17,6 +17,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec
 
 from svdpp.config.families.registry import FAMILY_SPECS
 from tests.support.family_case import Case
@@ -48,6 +49,13 @@ _ALIKE = (
     "distilled-video",
     "1.5-modular-image",
     "one-reference",
+    "interval",
+    "mixed",
+    "zero-first",
+    "22-modular-momentum",
+    "22-modular-skipped",
+    "vace-modular-momentum",
+    "vace-modular-skipped",
 )
 #: All other cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
@@ -102,6 +110,12 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
 def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None:
     """Saves a modular pipeline: components, and values of its config among `parts`."""
     components = {name: part for name, part in parts.items() if name in pipe.component_names}
+    for name in {"guider", "guider_2"} & components.keys():
+        # a guider is only saved with the pipeline if it was loaded from files
+        components[name].save_pretrained(folder / name)
+        place = {"pretrained_model_name_or_path": str(folder), "subfolder": name}
+        kind = type(components[name])
+        components[name] = ComponentSpec(name=name, type_hint=kind, **place).load()
     pipe.update_components(**{name: part for name, part in components.items() if part is not None})
     pipe.update_components(
         **{name: parts[name] for name in pipe._config_specs.keys() & parts.keys()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.guiders import GUIDER_CLASSES, check_guiders
 from svdpp.config.families.spec import (
     TWO_TEXT_ENCODERS,
     CheckedCheckpoint,
@@ -66,6 +67,7 @@ def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     One pipeline makes clips from text and from images, but published weights are for one of the
     two, and only those for images have an image encoder.
     """
+    check_guiders(configs, "guider")
     if configs.index.values["_class_name"] == _IMAGE_PIPELINE:
         return {**_UNUSED, "image_use": "needed"}
     has_encoder = "image_encoder" in configs.classes
@@ -97,7 +99,7 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Other guiders keep a momentum between steps, which packets do not contain.
+    # Other guiders keep a momentum between steps, which only packets of modular clips contain.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",
@@ -119,6 +121,7 @@ HUNYUAN_VIDEO_15_MODULAR = replace(
     size_from_image=False,
     # the guider need not be in the checkpoint: diffusers creates one if it is missing
     shared_components=(),
+    component_classes={"guider": GUIDER_CLASSES},
     branches="replay",
     checkpoint_facts=_modular_facts,
     check_sampling=_check_guidance,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.guiders import GUIDER_CLASSES_WITH_SKIPS, check_guiders
 from svdpp.config.families.spec import (
     FLOW_SCHEDULERS,
     CheckedCheckpoint,
@@ -59,21 +60,20 @@ class WanSampling(WanBaseSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanVaceSampling(WanBaseSampling):
-    """Sampling parameters of diffusers' `WanVACEPipeline` for clips with a reference image."""
+class WanReferenceSampling(WanBaseSampling):
+    """Sampling parameters of Wan VACE for clips from text, with or without a reference image."""
 
     own: ClassVar[Mapping[str, Param]] = {
         **WanBaseSampling.own,
         "conditioning_scale": Param(highest=10, help="Weight of the reference image."),
     }
 
-    family: Literal["wan_vace"] = "wan_vace"
     conditioning_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class WanVaceControlSampling(WanBaseSampling):
-    """Sampling parameters of diffusers' `WanVACEPipeline` for clips that a video controls."""
+class WanControlSampling(WanBaseSampling):
+    """Sampling parameters of Wan VACE for clips that a video controls."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
@@ -81,8 +81,21 @@ class WanVaceControlSampling(WanBaseSampling):
         "conditioning_scale": Param(highest=10, help="Weight of the video."),
     }
 
-    family: Literal["wan_vace_control"] = "wan_vace_control"
     conditioning_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVaceSampling(WanReferenceSampling):
+    """Sampling parameters of diffusers' `WanVACEPipeline` for clips with a reference image."""
+
+    family: Literal["wan_vace"] = "wan_vace"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanVaceControlSampling(WanControlSampling):
+    """Sampling parameters of diffusers' `WanVACEPipeline` for clips that a video controls."""
+
+    family: Literal["wan_vace_control"] = "wan_vace_control"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +159,23 @@ class Wan22ModularSampling(WanBaseSampling):
     family: Literal["wan22_modular"] = "wan22_modular"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Wan22VaceModularSampling(WanReferenceSampling):
+    """Sampling parameters of `Wan22VaceModularPipeline` for clips with a reference image."""
+
+    family: Literal["wan22_vace_modular"] = "wan22_vace_modular"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wan22VaceControlModularSampling(WanControlSampling):
+    """Sampling parameters of `Wan22VaceModularPipeline` for clips that a video controls."""
+
+    family: Literal["wan22_vace_control_modular"] = "wan22_vace_control_modular"
+
+
 _TWO_IMAGES = "is set only for models with a first and a last image"
+#: Family for models with one expert, by the class of the denoiser.
+_ONE_EXPERT = {"WanTransformer3DModel": "wan_modular", "WanVACETransformer3DModel": "wan_vace"}
 #: Value of `boundary_ratio` that diffusers' modular pipelines use if the index has none.
 _MODULAR_BOUNDARY = 0.875
 
@@ -212,7 +241,7 @@ def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
             "`family` wan22_modular",
             details={"boundary_ratio": shown(index.values["boundary_ratio"])},
         )
-    found = _common_modular_facts(configs)
+    found = _common_modular_facts(configs, "guider")
     return {**found, "unused_parameters": ("guidance_scale_2",)}
 
 
@@ -221,7 +250,7 @@ def _modular_facts_of_two_experts(configs: CheckpointConfigs) -> CheckpointFacts
     if "transformer_2" not in configs.classes:
         raise index.error(
             "the expert transformer_2 is missing",
-            "for a model with one expert: `family` wan_modular",
+            f"for a model with one expert: `family` {_ONE_EXPERT[configs.classes['transformer']]}",
             details={"component": "transformer_2"},
         )
     ratio = index.values.get("boundary_ratio", _MODULAR_BOUNDARY)
@@ -229,10 +258,11 @@ def _modular_facts_of_two_experts(configs: CheckpointConfigs) -> CheckpointFacts
         message = f"boundary_ratio is {shown(ratio)}, not a number between 0 and 1"
         details = {"boundary_ratio": shown(ratio), "above": 0, "below": 1}
         raise index.error(message, details=details)
-    return {**_common_modular_facts(configs), "boundary_ratio": ratio}
+    return {**_common_modular_facts(configs, "guider", "guider_2"), "boundary_ratio": ratio}
 
 
-def _common_modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+def _common_modular_facts(configs: CheckpointConfigs, *guiders: str) -> CheckpointFacts:
+    check_guiders(configs, *guiders)
     configs.index.refuse(
         "expand_timesteps",
         "is set only for Wan 2.2 5B, which diffusers' modular pipelines do not run",
@@ -403,6 +433,7 @@ WAN_MODULAR = replace(
     loras=False,
     loras_as_wan=False,
     denoisers=("transformer",),
+    component_classes={"guider": GUIDER_CLASSES_WITH_SKIPS},
     text_pipeline="WanModularPipeline",
     image_pipeline="WanImage2VideoModularPipeline",
     branches="replay",
@@ -418,6 +449,7 @@ WAN22_MODULAR = replace(
     title="Wan 2.2 with two experts, modular",
     example="Wan-AI/Wan2.2-T2V-A14B-Diffusers",
     denoisers=("transformer", "transformer_2"),
+    component_classes=dict.fromkeys(("guider", "guider_2"), GUIDER_CLASSES_WITH_SKIPS),
     text_pipeline="Wan22ModularPipeline",
     image_pipeline="Wan22Image2VideoModularPipeline",
     modular=ModularSpec(
@@ -426,6 +458,38 @@ WAN22_MODULAR = replace(
     ),
     checkpoint_facts=_modular_facts_of_two_experts,
     check_sampling=_check_two_guiders,
+)
+
+WAN22_VACE_MODULAR = replace(
+    WAN22_MODULAR,
+    sampling=Wan22VaceModularSampling,
+    title="Wan 2.2 VACE with two experts, modular, whose image is a reference",
+    example="linoyts/Wan2.2-VACE-Fun-14B-diffusers",
+    denoiser="WanVACETransformer3DModel",
+    text_pipeline="Wan22VaceModularPipeline",
+    image_pipeline="Wan22VaceModularPipeline",
+    image_argument="reference_images",
+    aliases=("WanVACEPipeline",),
+    text_aliases=(),
+    size_from_image=False,
+    text_and_image=True,
+    encode_components=("tokenizer", "text_encoder", "vae"),
+    latent_frames=_frames_with_image,
+    modular=ModularSpec(
+        blocks=("Wan22VaceBlocks",),
+        guiders={"guider": "guidance_scale", "guider_2": "guidance_scale_2"},
+    ),
+)
+
+WAN22_VACE_CONTROL_MODULAR = replace(
+    WAN22_VACE_MODULAR,
+    sampling=Wan22VaceControlModularSampling,
+    title="Wan 2.2 VACE with two experts, modular, controlled by a video",
+    text_pipeline=None,
+    image_argument="video",
+    aliases=("Wan22VaceModularPipeline", "WanVACEPipeline"),
+    text_and_image=False,
+    latent_frames=lambda _, __, frames: frames,
 )
 
 FAMILIES = (
@@ -437,4 +501,6 @@ FAMILIES = (
     WAN_REPLACE,
     WAN_MODULAR,
     WAN22_MODULAR,
+    WAN22_VACE_MODULAR,
+    WAN22_VACE_CONTROL_MODULAR,
 )

@@ -589,7 +589,7 @@ class ModularCall:
             name: each if name in self._denoisers else copy.deepcopy(each)
             for name, each in own.items()
         }
-        self._before = {name: attributes_of(each) for name, each in self._parts.items()}
+        self._before = {name: snapshot_component(each) for name, each in self._parts.items()}
         with ExitStack() as stack:
             for name, part in self._parts.items():
                 setattr(pipe, name, part)

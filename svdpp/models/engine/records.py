@@ -15,7 +15,7 @@ import json
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -292,8 +292,8 @@ def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, An
 def is_unchanged(before: Any, now: Any) -> bool:
     """Whether an attribute still has its earlier value.
 
-    A value counts as unchanged if it is the same object, an equal plain value, or a list, tuple or
-    dict of unchanged values.
+    A value counts as unchanged if it is the same object, an equal plain value, or a list, tuple,
+    dict or dataclass of unchanged values.
     """
     if type(before) is not type(now):
         return False
@@ -302,6 +302,8 @@ def is_unchanged(before: Any, now: Any) -> bool:
     if isinstance(before, dict):
         same_keys = before.keys() == now.keys()
         return same_keys and all(is_unchanged(before[key], now[key]) for key in before)
+    if is_dataclass(before):
+        return is_unchanged(vars(before), vars(now))
     return before is now or (isinstance(before, (int, float, str)) and bool(before == now))
 
 

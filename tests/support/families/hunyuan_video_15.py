@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import diffusers
 import transformers
 from diffusers import FlowMatchEulerDiscreteScheduler
@@ -43,10 +45,10 @@ def _hunyuan_video_15(image: bool) -> Parts:
     return {**parts, **siglip()} if image else parts
 
 
-def _modular(image: bool) -> Parts:
+def _modular(image: bool, guider: Any = None) -> Parts:
     parts = _hunyuan_video_15(image)
     del parts["guider"]  # diffusers creates one
-    return parts
+    return parts if guider is None else {**parts, "guider": guider}
 
 
 PARTS = {"hunyuan_video_15": _hunyuan_video_15, "hunyuan_video_15_modular": _modular}
@@ -62,6 +64,15 @@ CASES = {
         "hunyuan_video_15_modular",
         size(16, 16, 9),
         refused=[({"guidance_scale": 1.0}, "`guidance_scale` must be above 1, got 1.0")],
+    ),
+    "hunyuan-video-1.5-modular-mixed": Case(
+        "hunyuan_video_15_modular",
+        size(16, 16, 9),
+        changes={
+            "guider": diffusers.AdaptiveProjectedMixGuidance(
+                adaptive_projected_guidance_start_step=1
+            )
+        },
     ),
     "hunyuan-video-1.5-modular-image": Case(
         "hunyuan_video_15_modular", size(16, 32, 9), image=True

@@ -7,7 +7,15 @@ from typing import Any
 import diffusers
 import torch
 import transformers
-from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+from diffusers import (
+    AdaptiveProjectedGuidance,
+    AdaptiveProjectedMixGuidance,
+    ClassifierFreeGuidance,
+    ClassifierFreeZeroStarGuidance,
+    FlowMatchEulerDiscreteScheduler,
+    SkipLayerGuidance,
+    UniPCMultistepScheduler,
+)
 
 from tests.support.family_case import BF16, UNGUIDED, Case, size
 from tests.support.tiny_parts import TEXT, VISION_TOKENS, Parts, clip_vision, t5
@@ -26,6 +34,14 @@ WAN_5B = {"expand_timesteps": True}
 _EULER = {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
 _ORDER_3 = {"scheduler": UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})}
 _OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
+#: Guiders of modular checkpoints. The guidance of some changes, starts or ends within a clip.
+_MOMENTUM = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
+_MIXED = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1)
+_INTERVAL = ClassifierFreeGuidance(start=0.3, stop=0.8)
+_ZERO_FIRST = ClassifierFreeZeroStarGuidance(zero_init_steps=1)
+_SKIPPED_LAYERS = SkipLayerGuidance(
+    skip_layer_config={"indices": [0]}, skip_layer_guidance_start=0.0, skip_layer_guidance_stop=0.7
+)
 
 
 def _wan(
@@ -115,6 +131,12 @@ def _wan_vace(_: bool) -> Parts:
     return like_wan(transformer)
 
 
+def _wan22_vace(_: bool) -> Parts:
+    """Return the components of a tiny Wan 2.2 VACE, with two experts."""
+    second = _wan_vace(False)["transformer"]
+    return {**_wan_vace(False), "transformer_2": second, **T2V}
+
+
 def _wan_animate(_: bool) -> Parts:
     motion = {"size": 16, "dim": 8, "channel_sizes": {"4": 8, "8": 8, "16": 8}}
     transformer = diffusers.WanAnimateTransformer3DModel(
@@ -134,6 +156,16 @@ def _wan22_modular(image: bool) -> Parts:
     return _wan(image, boundary_ratio=0.9 if image else 0.875)
 
 
+def _guided(family: str, guider: Any, **changes: Any) -> Case:
+    """Return a clip of a modular checkpoint with a guider, of each expert if there are two."""
+    sizes = size(32, 32, 5, num_inference_steps=4)
+    if family != "wan_modular":
+        changes["guider_2"] = guider
+        # so that the first expert has three steps
+        sizes |= {"guidance_scale_2": 2.0, "flow_shift": 12.0}
+    return Case(family, sizes, changes={"guider": guider, **changes}, negative="blurred")
+
+
 def _case(
     changes: dict[str, Any], more: dict[str, Any] | None = None, side: int = 32, **options: Any
 ) -> Case:
@@ -149,6 +181,8 @@ PARTS = {
     "wan_replace": _wan_animate,
     "wan_modular": _wan_modular,
     "wan22_modular": _wan22_modular,
+    "wan22_vace_modular": _wan22_vace,
+    "wan22_vace_control_modular": _wan22_vace,
 }
 
 CASES = {
@@ -209,6 +243,11 @@ CASES = {
     "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
     "wan-modular": Case("wan_modular", size(32, 32, 5), negative="blurred"),
     "wan-modular-image": Case("wan_modular", size(32, 32, 5), image=True),
+    "wan-modular-momentum": _guided("wan_modular", _MOMENTUM),
+    "wan-modular-mixed": _guided("wan_modular", _MIXED),
+    "wan-modular-interval": _guided("wan_modular", _INTERVAL),
+    "wan-modular-zero-first": _guided("wan_modular", _ZERO_FIRST),
+    "wan-modular-skipped-layers": _guided("wan_modular", _SKIPPED_LAYERS, layers=2),
     "wan22-modular": Case(
         "wan22_modular",
         size(32, 32, 5, num_inference_steps=4, **_OWN_SCALES),
@@ -223,4 +262,22 @@ CASES = {
     "wan22-modular-image": Case(
         "wan22_modular", size(32, 32, 5, num_inference_steps=4), image=True
     ),
+    "wan22-modular-momentum": _guided("wan22_modular", _MOMENTUM),
+    "wan22-modular-interval": _guided("wan22_modular", _INTERVAL),
+    "wan22-modular-skipped-layers": _guided("wan22_modular", _SKIPPED_LAYERS),
+    "wan22-vace-modular": Case(
+        "wan22_vace_modular", size(32, 32, 9, num_inference_steps=4, **_OWN_SCALES)
+    ),
+    "wan22-vace-modular-image": Case(
+        "wan22_vace_modular",
+        size(32, 32, 9, num_inference_steps=4, conditioning_scale=0.8),
+        image=True,
+        negative="blurred",
+    ),
+    "wan22-vace-control-modular": Case(
+        "wan22_vace_control_modular", size(32, 48, 9, num_inference_steps=4), image=True
+    ),
+    "wan22-vace-modular-momentum": _guided("wan22_vace_modular", _MOMENTUM),
+    "wan22-vace-modular-interval": _guided("wan22_vace_modular", _INTERVAL),
+    "wan22-vace-modular-skipped-layers": _guided("wan22_vace_modular", _SKIPPED_LAYERS),
 }

@@ -1,0 +1,92 @@
+"""Guiders of modular checkpoints: the classes that svdpp runs, and configs that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
+
+#: Regular expression for the classes of guiders with which modular clips have been proven equal to
+#: diffusers'. Their state, such as the momentum of `AdaptiveProjectedGuidance`, is in packets.
+GUIDER_CLASSES = (
+    "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
+)
+#: The same for denoisers whose layers diffusers can skip, such as Wan's.
+GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
+
+#: The only supported values of `skip_layer_config`, other than `indices`, by key. The first one is
+#: diffusers' default.
+_SKIPPED_LAYERS: Mapping[str, tuple[object, ...]] = {
+    "fqn": ("auto", "blocks"),
+    "skip_attention": (True,),
+    "skip_ff": (True,),
+    "skip_attention_scores": (False,),
+    "dropout": (1.0,),
+}
+
+
+def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
+    """Check the configs of the guiders that a checkpoint has.
+
+    Args:
+        configs: Configs of the checkpoint.
+        names: Names of the pipeline's guiders. diffusers creates those that the checkpoint's index
+            does not name.
+
+    Raises:
+        ModelError: A guider has no class or is disabled, or diffusers cannot run it with its
+            config.
+    """
+    for name in names:
+        if name in configs.classes:
+            _check_guider(configs, name)
+        elif configs.index.values.get(name) is not None:
+            raise configs.index.error(
+                f"the entry of {name} names no class",
+                f"remove the entry {name} from the file: diffusers then creates its default one",
+                details={"component": name},
+            )
+
+
+def _check_guider(configs: CheckpointConfigs, name: str) -> None:
+    guider = configs.of(name, enabled=True)
+    guider.require("enabled", True, "because the guidance scale would have no effect")
+    # Guidance is then off at a scale of 0, and svdpp's sampling parameters take 1 for that.
+    guider.refuse("use_original_formulation", "gives the guidance scale another meaning")
+    if configs.classes[name] != "SkipLayerGuidance":
+        return
+    if guider.values.get("skip_layer_guidance_layers") is not None:
+        raise guider.error(
+            "the key skip_layer_guidance_layers is not supported: diffusers fails in the first "
+            "step that skips layers",
+            'name the layers by skip_layer_config instead, such as {"indices": [7, 8, 9]}',
+            details={"key": "skip_layer_guidance_layers"},
+        )
+    skipped = guider.values.get("skip_layer_config")
+    layers = configs.of("transformer").positive_int("num_layers", 1024)
+    for entry in skipped if isinstance(skipped, list) else [skipped]:
+        _check_skipped_layers(guider, entry, layers)
+
+
+def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> None:
+    """Check an entry of `skip_layer_config`, given the denoiser's number of layers."""
+    values = entry if isinstance(entry, Mapping) else {}
+    indices = values.get("indices")
+    if not (
+        isinstance(indices, list)
+        and indices
+        and all(type(index) is int and 0 <= index < layers for index in indices)
+    ):
+        raise guider.error(
+            f"skip_layer_config must name layers of the denoiser by `indices` from 0 to "
+            f'{layers - 1}, such as {{"indices": [{layers // 2}]}}',
+            details={"key": "skip_layer_config.indices", "lowest": 0, "highest": layers - 1},
+        )
+    for key, supported in _SKIPPED_LAYERS.items():
+        if values.get(key, supported[0]) not in supported:
+            raise guider.error(
+                f"skip_layer_config has another value of {key} than {supported[-1]}: svdpp runs "
+                "clips that skip whole layers of the denoiser",
+                "remove the key from skip_layer_config",
+                details={"key": f"skip_layer_config.{key}", "supported": list(supported)},
+            )
