@@ -247,8 +247,8 @@ class FamilySpec:
     changes. The number is negative if the pipeline appends these frames after the encode."""
     appended_positions: Callable[[Any, Any], int] = lambda *_: 0
     """Function that returns the number of positions (axis N) that a latent has besides those of its
-    frames, such as those of a reference in another size. Its arguments are the loaded pipeline and the
-    sampling parameters."""
+    frames, such as the positions of a reference in another size. Its arguments are the loaded
+    pipeline and the sampling parameters."""
     latent_dtype: (
         Literal["fp32", "model", "stepped", "stepped from text"]
         | Callable[[Any, int], Literal["fp32", "model"]]
