@@ -148,6 +148,31 @@ def test_references_are_those_of_a_plain_call_of_diffusers(tiny_models: TinyMode
     assert not np.array_equal(other, ours)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("cosmos3-video", {"condition_frame_indexes_vision": (0, 1)}),
+    ],
+)
+def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(
+    tiny_models: TinyModels, name: str, arguments: dict[str, Any]
+) -> None:
+    """diffusers gets a longer video, of which it uses the first frames."""
+    tiny_model, case = tiny_models(name), CASES[name]
+    request, source = tiny_model.request(), tiny_model.source
+    _, ours, _ = whole_clip(tiny_model.model, tiny_model.sampling, request, source)
+    pipe = diffusers.ModularPipeline.from_pretrained(tiny_model.checkpoint.folder)
+    pipe.load_components()
+    given = {"video": [*source, *source]} if isinstance(source, list) else {"image": source}
+    state = pipe(
+        **{**case.sampling, **given, **arguments, "num_inference_steps": tiny_model.steps},
+        prompt=request.prompt,
+        generator=torch.Generator().manual_seed(request.seed),
+    )
+    assert np.array_equal(ours, stack_frames(state.get("videos")))
+
+
 REFUSALS = [
     (name, changes, words) for name, case in CASES.items() for changes, words in case.refused
 ]

@@ -1,8 +1,9 @@
-"""Sampling parameters and spec of Cosmos 3."""
+"""Sampling parameters and specs of Cosmos 3, from text, an image or a video."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.spec import (
@@ -13,16 +14,15 @@ from svdpp.config.families.spec import (
     ModularSpec,
 )
 from svdpp.config.limits import require
-from svdpp.config.sampling import PromptedSampling
+from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosmos3Sampling(PromptedSampling):
-    """Sampling parameters of `Cosmos3OmniModularPipeline`, with diffusers' defaults."""
+class Cosmos3BaseSampling(PromptedSampling):
+    """Sampling parameters that all families of Cosmos 3 share, with diffusers' defaults."""
 
     frames_unit: ClassVar[int] = 4
 
-    family: Literal["cosmos3"] = "cosmos3"
     height: int = 720
     width: int = 1280
     num_frames: int = 189
@@ -31,6 +31,28 @@ class Cosmos3Sampling(PromptedSampling):
     guidance_scale: float = 6.0
     max_sequence_length: int = 4096
     """Without effect: the denoiser reads all tokens of a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosmos3Sampling(Cosmos3BaseSampling):
+    """Sampling parameters of `Cosmos3OmniModularPipeline` for clips from text or an image."""
+
+    crops_image: ClassVar[bool] = True
+
+    family: Literal["cosmos3"] = "cosmos3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosmos3FromVideoSampling(Cosmos3BaseSampling):
+    """Sampling parameters of `Cosmos3OmniModularPipeline` for clips that continue a video."""
+
+    from_video: ClassVar[bool] = True
+    own: ClassVar[Mapping[str, Param]] = {"video_frames": VIDEO_FRAMES}
+
+    family: Literal["cosmos3_v2v"] = "cosmos3_v2v"
+    video_frames: int = 5
+    """Number of frames of the video, a multiple of `frames_unit` plus 1, with which the clip begins
+    (diffusers' default)."""
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -43,7 +65,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     return {"size_multiple": (unit, unit), "unused_parameters": ("max_sequence_length",)}
 
 
-def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
+def _check_from_image(_: CheckedCheckpoint, sampling: Any) -> None:
     require(
         not sampling.from_image or sampling.frames > 1,
         f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
@@ -51,6 +73,33 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
         above=1,
     )
 
+
+def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
+    given, unit = sampling.video_frames, sampling.frames_unit
+    require(
+        given % unit == 1,
+        f"`video_frames` must be a multiple of {unit} plus 1, got {given}",
+        video_frames=given,
+        unit=unit,
+        remainder=1,
+    )
+    require(
+        given < sampling.frames,
+        f"a clip that begins with {given} frames of a video needs more than {given} `num_frames`, "
+        f"got {sampling.frames}",
+        "raise `num_frames`, or lower `video_frames`",
+        frames=sampling.frames,
+        above=given,
+    )
+
+
+def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
+    """Return the video, and the frames of the latent that show it."""
+    shown = (sampling.video_frames - 1) // sampling.frames_unit + 1
+    return {"video": frames, "condition_frame_indexes_vision": tuple(range(shown))}
+
+
+_MODULAR = ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_video_batch=False)
 
 COSMOS3 = FamilySpec(
     sampling=Cosmos3Sampling,
@@ -68,9 +117,20 @@ COSMOS3 = FamilySpec(
     cuts_prompts=False,
     branches="replay",
     latent_channels=lambda pipe: int(pipe.num_channels_latents),
-    modular=ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_video_batch=False),
+    modular=_MODULAR,
     checkpoint_facts=_checkpoint_facts,
-    check_sampling=_check_sampling,
+    check_sampling=_check_from_image,
 )
 
-FAMILIES = (COSMOS3,)
+COSMOS3_FROM_VIDEO = replace(
+    COSMOS3,
+    sampling=Cosmos3FromVideoSampling,
+    title="Cosmos 3, continuing a video, modular",
+    text_pipeline=None,
+    image_arguments=_video_arguments,
+    aliases=("Cosmos3OmniModularPipeline",),
+    text_and_image=False,
+    check_sampling=_check_from_video,
+)
+
+FAMILIES = (COSMOS3, COSMOS3_FROM_VIDEO)

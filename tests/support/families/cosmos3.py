@@ -54,4 +54,14 @@ CASES = {
         unread=_UNREAD,
         refused=[({"num_frames": 1}, "a clip from an image needs more than 1 `num_frames`")],
     ),
+    "cosmos3-video": Case(
+        "cosmos3_v2v",
+        size(32, 32, 9),
+        image=True,
+        unread=_UNREAD,
+        refused=[
+            ({"video_frames": 6}, "`video_frames` must be a multiple of 4 plus 1, got 6"),
+            ({"num_frames": 5}, "needs more than 5 `num_frames`, got 5"),
+        ],
+    ),
 }
