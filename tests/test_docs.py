@@ -50,6 +50,7 @@ NOT_RUN = {
     "svdpp verify --model path/to/checkpoint": "any checkpoint",
     "svdpp verify --model demo --gpus 7": "seven ranks of the demo model on two cores",
     "svdpp run --model Wan-AI/": "downloads weights from the hub",
+    "svdpp run --model path/to/": "any checkpoint",
     "svdpp run photo.jpg --gpus 4 --split": "needs many frames; tests/driver/test_pairs.py",
     "svdpp plan --memory --model Wan-AI/": "downloads configs from the hub",
     "svdpp plan --costs tight.json": "the file is on the page; tests/cli/test_cli_plan.py",

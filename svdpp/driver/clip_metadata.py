@@ -184,7 +184,12 @@ def _versions_of_extras(
 ) -> dict[str, str]:
     backend = config.model.attention_backend or ""
     packages = [each for name, each in _ATTENTION_PACKAGES.items() if backend.startswith(name)]
-    used = {"peft": loras, "gguf": checkpoint.denoisers, **dict.fromkeys(packages, True)}
+    used = {
+        "peft": loras,
+        "gguf": checkpoint.denoisers,
+        "torchao": checkpoint.int8_denoisers,
+        **dict.fromkeys(packages, True),
+    }
     return {name: version(name) for name, is_used in used.items() if is_used}
 
 

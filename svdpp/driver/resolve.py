@@ -322,6 +322,10 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
         if checkpoint.denoiser_file(part) is not None:  # diffusers copies the tensors of GGUF files
             return False
         dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
-        return {*chain(*checkpoint.weight_files(part).values())} == {_DTYPES[dtype]}
+        dtypes = {*chain(*checkpoint.weight_files(part).values())}
+        if part in checkpoint.int8_denoisers:
+            # Scales, and tensors that diffusers keeps in float32, are in float32 in the file, too.
+            return dtypes <= {"I8", "F32", _DTYPES[dtype]}
+        return dtypes == {_DTYPES[dtype]}
 
     return all(map(is_mapped, checkpoint.weighted_components_of(roles, config.sampling)))

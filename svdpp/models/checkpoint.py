@@ -54,6 +54,7 @@ from svdpp.models.repositories import (
     component_revisions,
     download_missing_weights,
 )
+from svdpp.models.torchao_files import check_int8_weights, check_torchao
 from svdpp.plan.roles import Roles
 
 #: Folder of the files that svdpp includes, such as the demo models.
@@ -97,6 +98,8 @@ class Checkpoint:
     denoisers: tuple[DenoiserFile, ...] = ()
     """GGUF files that replace denoisers of the checkpoint; empty until `with_weights` has found
     them."""
+    int8_denoisers: tuple[str, ...] = ()
+    """Names of the denoisers whose weights TorchAO has quantised to int8."""
     family: str
     """Name of the model's family, such as `wan`."""
     classes: tuple[tuple[str, str], ...]
@@ -319,7 +322,8 @@ class Checkpoint:
                 message = f"{part} of the repository {component.repository}: {error.message}"
                 hint = error.hint or component.hint(path.name)
                 raise ModelError(message, hint, details=error.details) from error
-        if quantised := sorted(_QUANTISED.intersection(chain(*files.values()))):
+        quantised = sorted(_QUANTISED.intersection(chain(*files.values())))
+        if quantised and part not in self.int8_denoisers:
             raise ModelError(
                 f"{part} has quantised weights of the dtype {quantised[0]}",
                 QUANTISED_HINT,
@@ -501,7 +505,9 @@ def with_weights(
             every = {*checkpoint.weighted_components} - {*elsewhere} - replaced
             components = [*absent, *sorted(every)]
         for part in components:
-            checkpoint.weight_files(part)  # checks the files
+            files_of_part = checkpoint.weight_files(part)  # checks the files
+            if part in checkpoint.int8_denoisers:
+                check_int8_weights(part, files_of_part, model.dtype)
         changes = local is not None and model.name not in DEMO_MODELS
         own = checkpoint.own_weight_files(components) if changes else {}
         return replace(
@@ -590,8 +596,10 @@ def _check_configs(model: ModelConfig, folder: Path, *, is_local: bool) -> Check
         classes=tuple(configs.classes.items()),
         scheduler_class=configs.scheduler_class,
         scheduler_config=configs.scheduler_config,
+        int8_denoisers=configs.int8_denoisers,
         **facts,
     )
+    check_torchao(checkpoint.label, checkpoint.int8_denoisers)
     check_loras(model.loras, checkpoint)
     check_denoisers(model, checkpoint)
     vae = configs.classes.get("vae")

@@ -18,7 +18,6 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.files import (
     MODEL_HINT,
-    QUANTISED_HINT,
     UNSUPPORTED_HINT,
     ComponentFolder,
     JsonFile,
@@ -27,6 +26,7 @@ from svdpp.models.files import (
     short_repr,
 )
 from svdpp.models.repositories import find_component_folders
+from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
 # Names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
@@ -144,6 +144,8 @@ class Configs:
         for component in self.folders:
             _refuse_code_of(component)
         self._configs: dict[str, JsonFile] = {}
+        #: Names of the denoisers that are quantised, as in `Checkpoint.int8_denoisers`.
+        self.int8_denoisers: tuple[str, ...] = ()
         if spec.schedulers:
             config = _read_checked(folders["scheduler"], "scheduler_config.json")
             for key, reason in _REFUSED_OF_SCHEDULERS.items():
@@ -152,7 +154,11 @@ class Configs:
             self._configs["scheduler"] = config
         for part in self.classes:
             if has_weights(part):
-                self._configs[part] = _read_checked(folders[part], "config.json")
+                is_denoiser = part in spec.denoisers
+                config = _read_checked(folders[part], "config.json", is_denoiser=is_denoiser)
+                self._configs[part] = config
+                if config.values.get(QUANTISATION_KEY) is not None:
+                    self.int8_denoisers += (part,)
                 continue
             if part in spec.own_guiders:
                 self._configs[part] = _read_checked(folders[part], "guider_config.json")
@@ -189,19 +195,12 @@ class Configs:
         return replace(config, values={**defaults, **config.values})
 
 
-def _read_checked(component: ComponentFolder, name: str) -> JsonFile:
+def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = False) -> JsonFile:
     """Read a config of a component, and check that it asks for no code and no excessive size."""
     config = component.read_json(name)
     for place, key, value in _entries_of(config.values):
-        if key == "quantization_config" and value is not None:
-            method = value.get("quant_method") if isinstance(value, Mapping) else None
-            by = "" if method is None else f" by {short_repr(method)}"
-            raise config.error(
-                f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
-                f"quantised{by}",
-                QUANTISED_HINT,
-                details={"key": place, "quant_method": method and short_repr(method)},
-            )
+        if key == QUANTISATION_KEY and value is not None:
+            check_quantisation(config, place, value, is_denoiser=is_denoiser)
         if _CODE_KEYS.search(key) and value is not None:
             raise config.error(
                 f"the key {short_repr(place)} is not supported: {_NO_CODE}",

@@ -281,9 +281,10 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: diffusers loads no GGUF files for the family, the package gguf is not
-            installed, a file names no expert, a needless expert or the expert of another file, or
-            an environment variable would make diffusers run code from the hub.
+        RequestError: diffusers loads no GGUF files for the family, the model is quantised by
+            TorchAO, the package gguf is not installed, a file names no expert, a needless expert or
+            the expert of another file, or an environment variable would make diffusers run code
+            from the hub.
     """
     if not model.denoisers:
         return
@@ -292,6 +293,11 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
         raise RequestError(
             f"{checkpoint.label} takes no `denoisers`: diffusers loads no {kind} from a GGUF file",
             "leave `denoisers` out; svdpp models lists the families that take GGUF files",
+        )
+    if checkpoint.int8_denoisers:
+        raise RequestError(
+            f"{checkpoint.label} takes no `denoisers`: its own are quantised by TorchAO",
+            "use the checkpoint that it was made from",
         )
     if importlib.util.find_spec("gguf") is None:
         raise RequestError("`denoisers` needs the package gguf", "pip install 'svdpp[gguf]'")

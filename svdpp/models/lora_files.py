@@ -225,14 +225,20 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: The family loads no LoRAs, peft is not installed, or a LoRA names no expert
-            although the model has two, or an expert although the model has one denoiser.
+        RequestError: The family loads no LoRAs, the model is quantised by TorchAO, peft is not
+            installed, or a LoRA names no expert although the model has two, or an expert although
+            the model has one denoiser.
     """
     if not loras:
         return
     if not checkpoint.spec.loras:
         raise RequestError(
             f"{checkpoint.label} takes no `loras`: diffusers' pipeline for it cannot load LoRAs"
+        )
+    if checkpoint.int8_denoisers:
+        raise RequestError(
+            f"{checkpoint.label} takes no `loras`: its weights are quantised by TorchAO",
+            "use the checkpoint that it was made from",
         )
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")

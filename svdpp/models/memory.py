@@ -33,6 +33,7 @@ from svdpp.models.engine.factory import model_class
 from svdpp.models.engine.gguf_denoisers import quantise_fake
 from svdpp.models.engine.model import blank_input
 from svdpp.models.engine.records import component_methods, patch_methods, tensors_in
+from svdpp.models.engine.torchao_denoisers import quantise_fake_to_int8
 from svdpp.models.files import (
     display_name,
     has_weights,
@@ -203,9 +204,21 @@ class _ConstructionMode(TorchFunctionMode):
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return all parameters and buffers of a module, except those of the submodules `without`."""
+    """Return all parameters and buffers of a module, except those of the submodules `without`.
+
+    A weight that TorchAO has quantised is several tensors.
+    """
     named = chain(module.named_parameters(), module.named_buffers())
-    return [tensor for name, tensor in named if name.split(".")[0] not in without]
+    weights: list[torch.Tensor] = []
+    for name, tensor in named:
+        if name.split(".")[0] in without:
+            continue
+        flatten = getattr(tensor, "__tensor_flatten__", None)
+        if flatten is None:
+            weights.append(tensor)
+        else:
+            weights += [getattr(tensor, each) for each in flatten()[0]]
+    return weights
 
 
 def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
@@ -224,6 +237,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
     shapes = {name: list(each.shape) for name, each in module.named_parameters()}
     for path in paths:
         for name, entry in read_safetensors_header(path)[1].items():
+            name = name.replace("._weight_qdata", ".weight")  # int8 weights of TorchAO
             if (expected := shapes.get(name, entry["shape"])) != entry["shape"]:
                 raise ModelError(
                     f"{part}/config.json does not describe the weights: {name} has the shape "
@@ -279,6 +293,8 @@ class FakeModel:
                         quantise_fake(parts[part], self._files[part], dtype, self._fake)
                     else:
                         _check_weights(checkpoint, part, parts[part])
+                    if part in checkpoint.int8_denoisers:
+                        quantise_fake_to_int8(parts[part], dtype, self._fake)
                 load.apply_memory_options(checkpoint, part, parts[part], model)
                 if model.attention_backend == _MATH and part in checkpoint.spec.denoisers:
                     set_attention_backend(parts[part], _MATH)
@@ -299,7 +315,8 @@ class FakeModel:
         pipelines, whose decode needs the packet after the last step.
         """
         steps = self._sampling.num_inference_steps
-        differ = bool(self._files) and self._checkpoint.num_experts == 2
+        are_quantised = self._files or self._checkpoint.int8_denoisers
+        differ = bool(are_quantised) and self._checkpoint.num_experts == 2
         is_modular = self._checkpoint.spec.modular is not None
         return steps if differ or is_modular else min(2, steps)
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from diffusers import UNetSpatioTemporalConditionModel
 from diffusers.models.attention import BasicTransformerBlock
+from diffusers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -114,16 +115,18 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     ),
     "nested quantisation": (
         config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),
-        "the key 'vision_config.quantization_config' is not supported: svdpp runs no weights",
+        "the key 'vision_config.quantization_config' is not supported: svdpp runs no weights that "
+        "are quantised: only denoisers may be quantised, by TorchAO to int8",
     ),
-    "quantised by bitsandbytes": (
-        config(CONFIG, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True}),
-        "svdpp runs no weights that are quantised by 'bitsandbytes'\nuse the checkpoint",
+    "an encoder quantised by bitsandbytes": (
+        config(CLIP_CONFIG, quantization_config={"quant_method": "bitsandbytes"}),
+        "svdpp runs no weights that are quantised by 'bitsandbytes': only denoisers may be",
     ),
-    "quantised by TorchAO": (
-        config(CONFIG, quantization_config={"quant_method": "torchao", "quant_type": {}}),
-        "svdpp runs no weights that are quantised by 'torchao'\nuse the checkpoint",
+    "an encoder quantised by TorchAO": (
+        config(CLIP_CONFIG, quantization_config={"quant_method": "torchao"}),
+        "svdpp runs no weights that are quantised by 'torchao': only denoisers may be",
     ),
+    "no object": (config(CONFIG, quantization_config=[1]), "quantised: no test compares the cuts"),
     "a nested kernel of the hub": (
         config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),
         "the key 'text_config.attn_implementation' is not supported",
@@ -160,6 +163,57 @@ def test_defect_is_named(folder: Path, defect: str) -> None:
     change(folder)
     error = error_of(folder)
     assert words in f"{error.message}\n{error.hint}"
+
+
+@pytest.mark.parametrize("method", sorted({*AUTO_QUANTIZER_MAPPING, "gptq"} - {"torchao"}))
+def test_denoisers_that_are_quantised_by_other_methods_are_refused(
+    folder: Path, method: str
+) -> None:
+    method = method.removesuffix("_4bit").removesuffix("_8bit")
+    edit_json(folder / CONFIG, quantization_config={"quant_method": method, "load_in_4bit": True})
+    error = error_of(folder)
+    reasons = {"bitsandbytes": "diffusers loads them on GPUs alone", "quanto": "has deprecated"}
+    assert f"quantised by '{method}': " in error.message
+    assert reasons.get(method, "no test compares the cuts") in error.message
+    assert error.details["quant_method"] == repr(method)
+    assert error.hint.startswith("use the checkpoint that it was made from")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="diffusers refuses it without a GPU")
+def test_diffusers_loads_bitsandbytes_on_gpus_alone(folder: Path) -> None:
+    quantised = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    edit_json(folder / CONFIG, quantization_config=quantised)
+    with pytest.raises(RuntimeError, match="No GPU found"):
+        UNetSpatioTemporalConditionModel.from_pretrained(folder / "unet")
+
+
+ROWS = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+VALUES = {"granularity": ROWS, "group_size": None, "set_inductor_config": True}
+INT8 = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": VALUES}
+
+
+@pytest.mark.parametrize(
+    ("kind", "further"),
+    [
+        (None, {}),
+        ("int8wo", {}),
+        ({**INT8, "_type": "Int4WeightOnlyConfig"}, {}),
+        ({**INT8, "_version": 1}, {}),
+        ({**INT8, "_data": {**VALUES, "x": 1}}, {}),
+        ({**INT8, "_data": {**VALUES, "granularity": {"_type": "quantize_", "_data": {}}}}, {}),
+        (INT8, {"load_in_8bit": True}),  # diffusers would take this one for bitsandbytes
+        (INT8, {"modules_to_not_convert": [1]}),
+    ],
+)
+def test_denoisers_that_torchao_quantised_in_another_way_are_refused(
+    folder: Path, kind: Any, further: dict[str, Any]
+) -> None:
+    """torchao creates an object of any class of its modules that the config names."""
+    config = {"quant_method": "torchao", "quant_type": {"default": kind}, **further}
+    edit_json(folder / CONFIG, quantization_config=config)
+    error = error_of(folder)
+    assert "svdpp runs those of TorchAoConfig(Int8WeightOnlyConfig()) alone" in error.message
+    assert error.details["quant_type"]
 
 
 NO_FOLDER = ("./nowhere", "/no/where", "a/b/c", "x\\y", "https://huggingface.co/a/b", __file__)

@@ -1,1 +1,8 @@
 """Engine that runs diffusers' video pipelines in parts, such as a range of denoising steps."""
+
+import logging
+
+# diffusers imports torchao if it is installed. That import warns about CUDA kernels and pickles.
+# int8 weights in safetensors files need neither.
+for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao"):
+    logging.getLogger(_name).setLevel(logging.ERROR)

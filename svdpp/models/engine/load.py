@@ -25,6 +25,7 @@ from svdpp.errors import ModelError, OutOfMemoryError, is_out_of_memory, memory_
 from svdpp.models.base import DTYPES
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.gguf_denoisers import load_denoiser
+from svdpp.models.engine.torchao_denoisers import check_layers
 from svdpp.models.files import (
     has_weights,
     is_tokenizer,
@@ -341,9 +342,11 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype, or of the component's GGUF file."""
+    """Return the bytes of a component's weights in a dtype, or of files with quantised weights."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
+    if part in checkpoint.int8_denoisers:
+        return sum(path.stat().st_size for path in checkpoint.weight_files(part))
     entries = chain(
         *(read_safetensors_header(path)[1].values() for path in checkpoint.weight_files(part))
     )
@@ -385,6 +388,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
                 f"{part}: {first} of {len(names)}",
                 details={"component": part, problem: names[:20], "count": len(names)},
             )
+    if part in checkpoint.int8_denoisers:
+        check_layers(module, part)
     return module
 
 

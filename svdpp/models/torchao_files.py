@@ -1,0 +1,213 @@
+"""Checks of the configs and files of denoisers that TorchAO quantised to int8; imports no torch.
+
+torchao creates objects of the classes that the config and the headers name. A checkpoint is
+untrusted, so both may only name the classes of int8 weights with one scale for each row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from svdpp.errors import ModelError, RequestError
+from svdpp.models.files import QUANTISED_HINT, JsonFile, read_safetensors_header, short_repr
+
+#: Key of a component's config whose value says how the weights are quantised.
+QUANTISATION_KEY = "quantization_config"
+#: Reasons why svdpp does not run denoisers that are quantised by other methods, by `quant_method`.
+_REASONS = {
+    "bitsandbytes": "diffusers loads them on GPUs alone, where no test compares the cuts",
+    "quanto": "diffusers has deprecated this method",
+}
+_NOT_COMPARED = "no test compares the cuts"
+
+# --- config ---------------------------------------------------------------------------------------
+
+_KIND = "Int8WeightOnlyConfig"
+#: Values of `quant_type` of the denoisers that svdpp runs: int8 weights with a scale for each row.
+#: `set_inductor_config` has no effect when a checkpoint is loaded.
+_QUANT_TYPES = [
+    {
+        "default": {
+            "_type": _KIND,
+            "_version": 2,
+            "_data": {
+                "granularity": {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}},
+                "group_size": None,
+                "set_inductor_config": is_set,
+            },
+        }
+    }
+    for is_set in (True, False)
+]
+
+
+def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser: bool) -> None:
+    """Check that the weights of a component are quantised in the one way that svdpp runs.
+
+    That is int8 by TorchAO, weight only, with one scale for each row, in a denoiser.
+
+    Args:
+        config: Config of the component.
+        place: Path of the value in the config, such as `text_config.quantization_config`.
+        value: Value of `quantization_config`, not None.
+        is_denoiser: Whether the component is a denoiser.
+
+    Raises:
+        ModelError: The weights are quantised in another way, or are not those of a denoiser.
+    """
+    values = value if isinstance(value, Mapping) else {}
+    method = values.get("quant_method")
+    details = {"key": place, "quant_method": method and short_repr(method)}
+    may_be_quantised = is_denoiser and place == QUANTISATION_KEY
+    if may_be_quantised and method == "torchao":
+        if _is_int8_of_rows(values):
+            return
+        kind = short_repr(values.get("quant_type"))
+        raise config.error(
+            f"of denoisers quantised by TorchAO, svdpp runs those of TorchAoConfig({_KIND}()) "
+            f"alone, not {kind}: {_NOT_COMPARED}",
+            QUANTISED_HINT,
+            details={**details, "quant_type": kind},
+        )
+    by = "" if method is None else f" by {short_repr(method)}"
+    reason = "only denoisers may be quantised, by TorchAO to int8"
+    if may_be_quantised:
+        reason = _REASONS.get(str(method), _NOT_COMPARED)
+    raise config.error(
+        f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
+        f"quantised{by}: {reason}",
+        QUANTISED_HINT,
+        details=details,
+    )
+
+
+def _is_int8_of_rows(values: Mapping[str, Any]) -> bool:
+    kept = values.get("modules_to_not_convert") or []
+    return (
+        values.keys() <= {"quant_method", "quant_type", "modules_to_not_convert"}
+        and values.get("quant_type") in _QUANT_TYPES
+        and isinstance(kept, list)
+        and all(isinstance(name, str) for name in kept)
+    )
+
+
+def check_torchao(model_label: str, parts: Iterable[str]) -> None:
+    """Check that the package torchao is installed if a denoiser needs it.
+
+    Args:
+        model_label: Name of the model in messages.
+        parts: Names of the denoisers that are quantised by TorchAO.
+
+    Raises:
+        RequestError: The package is not installed.
+    """
+    if any(parts) and importlib.util.find_spec("torchao") is None:
+        raise RequestError(
+            f"{model_label} is quantised by TorchAO and needs the package torchao",
+            "pip install 'svdpp[torchao]'",
+        )
+
+
+# --- headers of weight files ----------------------------------------------------------------------
+
+#: Dtypes in which a quantised layer computes: names in the metadata, and of `ModelConfig.dtype`.
+_DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+#: Names of the same dtypes in safetensors files.
+_FLOATS = ("F32", "F16", "BF16")
+#: Description of a tensor that is not quantised.
+_PLAIN = {"_type": "Tensor"}
+
+
+def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
+    """Check the headers of a denoiser that TorchAO has quantised, and the dtype of its layers.
+
+    diffusers leaves the dtype of quantised layers as it was when they were quantised. If another
+    one is requested, the layers of the denoiser would not all have the same dtype.
+
+    Args:
+        part: Name of the denoiser.
+        paths: All weight files of the denoiser.
+        dtype: Requested dtype, such as bf16.
+
+    Raises:
+        ModelError: torchao did not save a file in this format, a tensor is missing or not listed,
+            or a weight is quantised in another way than svdpp runs.
+        RequestError: The layers compute in another dtype.
+    """
+    entries: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    for path in paths:
+        header, tensors = read_safetensors_header(path)
+        own = json.loads(header).get("__metadata__") or {}
+        # Each shard has the metadata of all tensors.
+        if metadata and own != metadata:
+            raise _error(part, f"the metadata of {path.name} differ from those of other shards")
+        metadata, entries = own, entries | tensors
+    dtypes = set()
+    for name in _json(part, metadata, "tensor_names", list):
+        described = _json(part, metadata, name, dict)
+        if described != _PLAIN:
+            dtypes.add(_int8_dtype(part, name, described, entries))
+        elif entries.pop(name, {}).get("dtype") not in _FLOATS:
+            raise _error(part, f"{short_repr(name)} is missing or has no floating dtype", name)
+    if entries:
+        name = min(entries)
+        raise _error(part, f"the metadata do not list {short_repr(name)}", name)
+    if others := sorted(dtypes - {dtype}):
+        raise RequestError(
+            f"`dtype` is {dtype}, but {part} was quantised in {' and '.join(others)}",
+            f"`dtype` {others[0]}",
+            details={"component": part, "dtype": dtype, "quantised_in": others},
+        )
+
+
+def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
+    """Return the value of a key of the metadata, which is JSON."""
+    try:
+        value = json.loads(metadata[key])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        value = None
+    if not isinstance(value, kind):
+        raise _error(part, f"the metadata do not describe {short_repr(key)}", str(key))
+    return value
+
+
+def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
+    """Return the dtype in which a quantised layer computes, such as bf16.
+
+    The tensors of the weight are checked, and removed from `entries`.
+    """
+    path, _, weight = name.rpartition(".")
+    names = ("qdata", "scale", "zero_point")
+    tensors = [entries.pop(f"{path}._{weight}_{each}", {}) for each in names]
+    shape = tensors[0].get("shape") or []
+    rows = [*shape[:1], 1]
+    has_tensors = (
+        len(shape) == 2
+        and [each.get("shape") for each in tensors] == [shape, rows, rows]
+        and tensors[0]["dtype"] == tensors[2]["dtype"] == "I8"
+        and tensors[1]["dtype"] in _FLOATS
+    )
+    found, values = described.get("_tensor_data_names"), described.get("_data")
+    found = sorted(map(str, found)) if isinstance(found, list) else None
+    for number, dtype in _DTYPES.items() if has_tensors else ():
+        expected = {
+            "act_quant_kwargs": None,
+            "block_size": [1, shape[1]],
+            "dtype": {"_type": "torch.dtype", "_data": number},
+            "reduce_range": False,
+        }
+        is_known = (described.get("_type"), values) == ("Int8Tensor", expected)
+        if is_known and found == sorted(names):
+            return dtype
+    raise _error(part, f"{short_repr(name)} is not a weight that {_KIND} quantised", name)
+
+
+def _error(part: str, problem: str, tensor: str | None = None) -> ModelError:
+    details = {"component": part} if tensor is None else {"component": part, "tensor": tensor}
+    hint = "save it again with diffusers' save_pretrained and torchao 0.18"
+    return ModelError(f"{part}: {problem}", hint, details=details)
