@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,6 +22,9 @@ from svdpp.config import (
     sampling_of_model,
 )
 from svdpp.errors import ModelError, RequestError
+
+if TYPE_CHECKING:
+    from svdpp.config.families.spec import FamilySpec
 
 _COMMON = ("height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale")
 
@@ -47,7 +51,8 @@ class ModelsOptions:
 def models(console: Console, options: ModelsOptions) -> None:
     """List the families of models, and what one family or checkpoint takes.
 
-    The list shows an example from the hub for each family; demo models come with svdpp.
+    The list shows an example from the hub for each family, and what the tests have verified; demo
+    models come with svdpp.
 
     The pipeline in a checkpoint's model_index.json decides its family. Only the configs of a
     checkpoint are read; svdpp plan --memory estimates the memory of a run.
@@ -59,9 +64,11 @@ def models(console: Console, options: ModelsOptions) -> None:
             starts_from = " or ".join(one["inputs"])
             console.result(_fold(f"{one['family']}: {one['title']}; from {starts_from}"))
             console.result(_fold(f"    {one['options']}"))
+            console.result(f"    verified: {_verified_text(one['verified'])}")
         for name, demo in DEMO_MODELS.items():
             console.result(_fold(f"{name}: {demo.title}"))
             console.result(f"    --model {name}")
+        console.result(_fold(_VERIFIED_BY))
     else:
         found = [describe(name) if name in SAMPLING_CLASSES else _describe_checkpoint(name)]
         words = {
@@ -74,6 +81,33 @@ def models(console: Console, options: ModelsOptions) -> None:
         }
         console.show({**found[0], "parameters": words})
     console.json({"schema_version": 1, "families": found, "demos": [*DEMO_MODELS]})
+
+
+_VERIFIED_BY = (
+    "verified: by the tests, which compare small checkpoints with random weights with diffusers on "
+    "the CPU, in fp32 and bf16. Published weights and GPUs have not been tried."
+)
+
+
+def _verified(spec: FamilySpec) -> dict[str, Any]:
+    """Return how clips of a family compare with diffusers' in the tests.
+
+    `tests/models/test_registry.py` has a case of each family: for cuts, and for pairs, which are
+    close to diffusers' result where they divide a batch.
+    """
+    pairs = "bitwise" if spec.pairs_are_exact else "close"
+    return {
+        "cuts": "bitwise",
+        "pairs": "refused" if spec.branches is None else pairs,
+        "dtypes": ["fp32", "bf16"],
+        "device": "cpu",
+        "weights": "small, random",
+    }
+
+
+def _verified_text(verified: Mapping[str, Any]) -> str:
+    text = {"bitwise": ", pairs bitwise", "close": ", pairs nearly equal", "refused": ""}
+    return f"every cut bitwise{text[verified['pairs']]}"
 
 
 def _fold(text: str) -> str:
@@ -111,6 +145,7 @@ def describe(family: str) -> dict[str, Any]:
         "example": spec.example,
         "options": f"--model {spec.example}{as_family}{remark}",
         "license": spec.license,
+        "verified": _verified(spec),
         **_describe_parameters(sampling),
     }
 

@@ -155,7 +155,10 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
         return InputError(f"{name} is {unsupported.name}, which svdpp does not read", hint)
     message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if demuxer_of(data):
-        hint = "give a `family` that takes a video, such as wan_v2v: svdpp models lists them"
+        hint = (
+            "give a `family` that takes a video, such as wan_v2v: svdpp models lists them; a last "
+            "image and references are images in every family"
+        )
         return InputError(f"{name} is a video, but an image is needed", hint)
     return InputError(message, "convert it to PNG or JPEG first")
 

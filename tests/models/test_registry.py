@@ -16,6 +16,7 @@ import torch
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3ImageReference
 from diffusers.pipelines.ltx.pipeline_ltx_condition import LTXVideoCondition
 
+from svdpp.cli.models import describe
 from svdpp.comm.packet import TensorSpec, check_tensors
 from svdpp.config import ModelConfig
 from svdpp.config.families.registry import FAMILY_SPECS
@@ -73,6 +74,27 @@ def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, nam
     }
     ends = tiny_model.rank_for(0, 1), tiny_model.rank_for(tiny_model.steps - 1, tiny_model.steps)
     assert {name for each in ends for name in loaded(each)} == denoisers
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("name", FIRST.values())
+def test_every_cut_gives_the_bits_of_the_whole_call_in_bf16(
+    tiny_models: TinyModels, name: str
+) -> None:
+    tiny_model = replace(tiny_models(name), model=replace(tiny_models(name).model, dtype="bf16"))
+    request = tiny_model.request(negative_prompt=CASES[name].negative)
+    reference = whole_clip(tiny_model.model, tiny_model.sampling, request, tiny_model.source)
+    check_every_cut(tiny_model.rank_for, tiny_model.steps, reference, request, tiny_model.source)
+
+
+@pytest.mark.parametrize("family", FAMILY_SPECS)
+def test_what_models_calls_verified_has_a_case(family: str) -> None:
+    verified = describe(family)["verified"]
+    assert verified["cuts"] == "bitwise"
+    assert family in FIRST  # whose cases are cut after every step, in fp32 and bf16
+    pairs = "bitwise" if FAMILY_SPECS[family].pairs_are_exact else "close"
+    assert verified["pairs"] == (pairs if family in FIRST_PAIRED else "refused")
 
 
 @pytest.mark.slow

@@ -405,7 +405,7 @@ def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> Non
         server.wait_ready()
         references = [("b.jpg", second), ("c.jpg", third)]
         (id,) = server.add(**form, references=references, key="a")
-        video = server.wait_for(id, "completed", seconds=120)
+        video = server.wait_for(id, "completed")
         hashes = [hashlib.sha256(data).hexdigest() for data in (second, third)]
         assert video["references"] == [{"sha256": sha256} for sha256 in hashes]
         answer = server.client.get(f"/v1/videos/{id}/input?field=reference_2")

@@ -56,6 +56,7 @@ _ALIKE = (
     "22-modular-skipped",
     "vace-modular-momentum",
     "vace-modular-skipped",
+    "replace-guided",
 )
 #: All other cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]

@@ -241,6 +241,7 @@ CASES = {
         "wan_animate", size(32, 48, 9, guidance_scale=4.0), image=True, negative="blurred"
     ),
     "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
+    "wan-replace-guided": Case("wan_replace", size(32, 32, 9, guidance_scale=4.0), image=True),
     "wan-modular": Case("wan_modular", size(32, 32, 5), negative="blurred"),
     "wan-modular-image": Case("wan_modular", size(32, 32, 5), image=True),
     "wan-modular-momentum": _guided("wan_modular", _MOMENTUM),
