@@ -324,6 +324,10 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         (T2V, "vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, NO_CODE),
         (T2V, SCHEDULER, {"solver_p": {"a": 1}}, "solver_p"),
         (LTX, INDEX, {"_class_name": "LTXLatentUpsamplePipeline"}, "LTXLatentUpsamplePipeline"),
+        *(
+            ("wan-modular", MODULAR_INDEX, {"_class_name": name}, f"pipeline is '{name}', which")
+            for name in ("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
+        ),
         (LTX, "vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
         (LTX, SCHEDULER, {"stochastic_sampling": True}, "global generator"),
         (HUNYUAN, DENOISER, {"image_condition_type": "latent_concat"}, "first four frames"),
