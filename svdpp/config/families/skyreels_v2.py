@@ -8,12 +8,18 @@ from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.spec import (
     FLOW_SCHEDULERS,
+    CheckedCheckpoint,
     CheckpointConfigs,
     CheckpointFacts,
     FamilySpec,
     two_images,
 )
-from svdpp.config.families.wan import image_projection, last_image_facts, vae_channels
+from svdpp.config.families.wan import (
+    check_first_timesteps,
+    image_projection,
+    last_image_facts,
+    vae_channels,
+)
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 
@@ -80,7 +86,8 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     return {**image_projection(configs), **last_image_facts(configs)}
 
 
-def _check_forcing(_: object, sampling: Any) -> None:
+def _check_forcing(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    check_first_timesteps(checkpoint, sampling)
     require(
         not sampling.from_image or sampling.frames > 1,
         f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
@@ -89,7 +96,8 @@ def _check_forcing(_: object, sampling: Any) -> None:
     )
 
 
-def _check_from_video(_: object, sampling: Any) -> None:
+def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    check_first_timesteps(checkpoint, sampling)
     given, frames, unit = sampling.video_frames, sampling.frames, sampling.frames_unit
     require(
         given % unit == 1,
@@ -127,6 +135,7 @@ SKYREELS_V2 = FamilySpec(
     latent_channels=vae_channels,
     latent_dtype="stepped",
     checkpoint_facts=_checkpoint_facts,
+    check_sampling=check_first_timesteps,
     decodes_in_tiles=True,
 )
 

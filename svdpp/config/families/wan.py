@@ -278,25 +278,36 @@ def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
     return found
 
 
-def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    if not sampling.from_image:
-        return
-    # UniPC rounds timesteps to integers. If the first two are equal, diffusers' schedulers start at
-    # the second one.
+def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    """Check that the first two timesteps of a clip differ.
+
+    UniPC rounds timesteps to integers. If the first two are equal, diffusers' schedulers start at
+    the second one, and fail at the last step. A pipeline that sets the scheduler's first index does
+    not need this check.
+
+    Raises:
+        RequestError: The first two timesteps are equal.
+    """
     timesteps = checkpoint.timesteps(sampling).tolist()
+    lower_shift = " or a lower `flow_shift`" if hasattr(sampling, "flow_shift") else ""
     require(
         len(timesteps) == 1 or timesteps[0] != timesteps[1],
         f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "
         "diffusers cannot run that",
-        "use fewer `num_inference_steps` or a lower `flow_shift`",
+        f"use fewer `num_inference_steps`{lower_shift}",
         steps=len(timesteps),
         timestep=timesteps[0],
     )
 
 
+def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    if sampling.from_image:  # from text, `WanPipeline` sets the scheduler's first index
+        check_first_timesteps(checkpoint, sampling)
+
+
 def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     check_strength(checkpoint, sampling)
-    _check_sampling(checkpoint, sampling)
+    check_first_timesteps(checkpoint, sampling)
 
 
 def vae_channels(pipe: Any) -> int:
@@ -309,7 +320,7 @@ def vae_channels(pipe: Any) -> int:
 
 
 def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    _check_sampling(checkpoint, sampling)
+    check_first_timesteps(checkpoint, sampling)
     second = sampling.guidance_scale_2
     require(
         sampling.guidance_scale != 1 or second in (None, 1),
@@ -359,6 +370,7 @@ WAN_VACE = replace(
     image_argument="reference_images",
     last_image_arguments=None,
     checkpoint_facts=_facts_of_one_image,
+    check_sampling=check_first_timesteps,
     text_and_image=True,
     encode_components=("tokenizer", "text_encoder", "vae"),
     latent_frames=_frames_with_image,
@@ -441,6 +453,7 @@ WAN_MODULAR = replace(
     decodes_in_tiles=False,
     modular=ModularSpec(blocks=("WanBlocks", "WanImage2VideoAutoBlocks")),
     checkpoint_facts=_modular_facts,
+    check_sampling=check_first_timesteps,
 )
 
 WAN22_MODULAR = replace(

@@ -33,7 +33,11 @@ def _unread_table(record: int) -> dict[str, str]:
 
 PARTS = {"skyreels_v2": _skyreels_v2, "skyreels_v2_df": _skyreels_v2_df}
 CASES = {
-    "skyreels-v2": Case("skyreels_v2", size(16, 16, 9)),
+    "skyreels-v2": Case(
+        "skyreels_v2",
+        size(16, 16, 9),
+        refused=[({"num_inference_steps": 200}, "200 steps have the same timestep, 999")],
+    ),
     "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
     "skyreels-v2-last-image": Case(
         "skyreels_v2",
@@ -46,7 +50,10 @@ CASES = {
         "skyreels_v2_df",
         size(16, 16, 9),
         unread=_unread_table(2),
-        refused=[({"num_frames": 101}, "`num_frames` must be 1 to 97")],
+        refused=[
+            ({"num_frames": 101}, "`num_frames` must be 1 to 97"),
+            ({"num_inference_steps": 200}, "200 steps have the same timestep, 999"),
+        ],
     ),
     "skyreels-v2-df-image": Case(
         "skyreels_v2_df",
@@ -65,6 +72,7 @@ CASES = {
         negative="blurred",
         unread=_unread_table(3),
         refused=[
+            ({"num_inference_steps": 200}, "200 steps have the same timestep, 999"),
             ({"video_frames": 97}, "`video_frames` must be 1 to 93, got 97"),
             ({"video_frames": 6}, "`video_frames` must be a multiple of 4 plus 1, got 6"),
             ({"num_frames": 10}, "with `video_frames` 5, `num_frames` must be 14 to 102, got 10"),

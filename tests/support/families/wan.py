@@ -33,6 +33,9 @@ I2V = {"boundary_ratio": 0.9}
 WAN_5B = {"expand_timesteps": True}
 _EULER = {"scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0)}
 _ORDER_3 = {"scheduler": UniPCMultistepScheduler(**{**WAN_UNIPC, "solver_order": 3})}
+_EQUAL_TIMESTEPS: list[tuple[dict[str, Any], str]] = [
+    ({"num_inference_steps": 500}, "500 steps have the same timestep, 999")
+]
 _OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
 #: Guiders of modular checkpoints. The guidance of some changes, starts or ends within a clip.
 _MOMENTUM = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
@@ -230,11 +233,11 @@ CASES = {
         refused=[
             ({"height": 48}, "multiple of 32 from 32 to 4096, got 48"),
             ({"has_last_image": True}, "takes no `last_image`: ... expand_timesteps"),
-            ({"num_inference_steps": 500}, "500 steps have the same timestep, 999"),
+            *_EQUAL_TIMESTEPS,
         ],
     ),
     "wan-order-3": _case({**T2V, **_ORDER_3}),
-    "wan-vace": Case("wan_vace", size(32, 32, 9)),
+    "wan-vace": Case("wan_vace", size(32, 32, 9), refused=_EQUAL_TIMESTEPS),
     "wan-vace-image": Case("wan_vace", size(32, 32, 9), image=True),
     "wan-vace-control": Case("wan_vace_control", size(32, 48, 9), image=True),
     "wan-animate": Case(
@@ -242,7 +245,9 @@ CASES = {
     ),
     "wan-replace": Case("wan_replace", size(32, 32, 9), image=True),
     "wan-replace-guided": Case("wan_replace", size(32, 32, 9, guidance_scale=4.0), image=True),
-    "wan-modular": Case("wan_modular", size(32, 32, 5), negative="blurred"),
+    "wan-modular": Case(
+        "wan_modular", size(32, 32, 5), negative="blurred", refused=_EQUAL_TIMESTEPS
+    ),
     "wan-modular-image": Case("wan_modular", size(32, 32, 5), image=True),
     "wan-modular-momentum": _guided("wan_modular", _MOMENTUM),
     "wan-modular-mixed": _guided("wan_modular", _MIXED),
