@@ -262,9 +262,12 @@ class Reference:
         if spec.modular is None:
             frames, audio = output.frames[0], output.get("audio")
         else:
-            video = output.values[spec.modular.videos]
-            frames = video[0] if spec.modular.has_video_batch else video
+            frames = output.values[spec.modular.videos]
             audio = output.values.get(spec.modular.audio)
+            if spec.modular.has_batch:
+                frames = frames[0]
+            elif audio is not None:
+                audio = audio[None]
         sound = to_audio(pipe, audio, rate=spec.audio_rate)
         return steps.latent, stack_frames(frames), sound
 

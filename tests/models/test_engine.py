@@ -360,6 +360,15 @@ def test_wrong_configs_are_refused(
     assert len(said) < 400
 
 
+def test_sound_needs_a_denoiser_that_makes_it(tiny_models: TinyModels, tmp_path: Path) -> None:
+    whole = tiny_models("cosmos3-sound").checkpoint.folder
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    edit_json(folder / DENOISER, sound_gen=False)
+    with pytest.raises(ModelError, match="sound_gen is False but must be True, to make sound"):
+        read_folder(folder, "cosmos3_sound")
+    assert read_folder(folder).family == "cosmos3"
+
+
 def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
     """A processor of text and images takes images first: a URL is fetched, a path is opened."""
     tiny_model = tiny_models(KANDINSKY)

@@ -62,7 +62,10 @@ def test_every_cut_gives_the_bits_of_the_whole_call(tiny_models: TinyModels, nam
     reference = whole_clip(tiny_model.model, tiny_model.sampling, request, tiny_model.source)
     check_every_cut(tiny_model.rank_for, tiny_model.steps, reference, request, tiny_model.source)
     audio = reference[2]
-    assert (audio is None) == ("audio_vae" not in tiny_model.checkpoint.spec.decode_components)
+    sound_decoders = {"audio_vae", "sound_tokenizer"}
+    assert (audio is None) == sound_decoders.isdisjoint(
+        tiny_model.checkpoint.spec.decode_components
+    )
     if audio is not None:
         ours = tiny_model.decoder.audio
         assert ours is not None
@@ -175,6 +178,7 @@ def test_references_are_those_of_a_plain_call_of_diffusers(tiny_models: TinyMode
     ("name", "arguments"),
     [
         ("cosmos3-video", {"condition_frame_indexes_vision": (0, 1)}),
+        ("cosmos3-sound-image", {"enable_sound": True}),
     ],
 )
 def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(
@@ -183,7 +187,7 @@ def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(
     """diffusers gets a longer video, of which it uses the first frames."""
     tiny_model, case = tiny_models(name), CASES[name]
     request, source = tiny_model.request(), tiny_model.source
-    _, ours, _ = whole_clip(tiny_model.model, tiny_model.sampling, request, source)
+    _, ours, audio = whole_clip(tiny_model.model, tiny_model.sampling, request, source)
     pipe = diffusers.ModularPipeline.from_pretrained(tiny_model.checkpoint.folder)
     pipe.load_components()
     given = {"video": [*source, *source]} if isinstance(source, list) else {"image": source}
@@ -193,6 +197,10 @@ def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(
         generator=torch.Generator().manual_seed(request.seed),
     )
     assert np.array_equal(ours, stack_frames(state.get("videos")))
+    if audio is not None:
+        sound = state.get("sound").clamp(-1.0, 1.0) * 32767.0
+        assert torch.equal(audio.samples, sound.to(torch.int16).T)
+        assert audio.rate == state.get("sampling_rate")
 
 
 REFUSALS = [

@@ -43,6 +43,15 @@ class Cosmos3Sampling(Cosmos3BaseSampling):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cosmos3SoundSampling(Cosmos3BaseSampling):
+    """Sampling parameters of `Cosmos3OmniModularPipeline` for clips with sound."""
+
+    crops_image: ClassVar[bool] = True
+
+    family: Literal["cosmos3_sound"] = "cosmos3_sound"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cosmos3FromVideoSampling(Cosmos3BaseSampling):
     """Sampling parameters of `Cosmos3OmniModularPipeline` for clips that continue a video."""
 
@@ -63,6 +72,11 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     )
     unit = configs.of("vae", scale_factor_spatial=8).positive_int("scale_factor_spatial", 64)
     return {"size_multiple": (unit, unit), "unused_parameters": ("max_sequence_length",)}
+
+
+def _sound_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    configs.of("transformer", sound_gen=False).require("sound_gen", True, "to make sound")
+    return _checkpoint_facts(configs)
 
 
 def _check_from_image(_: CheckedCheckpoint, sampling: Any) -> None:
@@ -99,7 +113,7 @@ def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
     return {"video": frames, "condition_frame_indexes_vision": tuple(range(shown))}
 
 
-_MODULAR = ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_video_batch=False)
+_MODULAR = ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_batch=False)
 
 COSMOS3 = FamilySpec(
     sampling=Cosmos3Sampling,
@@ -133,4 +147,20 @@ COSMOS3_FROM_VIDEO = replace(
     check_sampling=_check_from_video,
 )
 
-FAMILIES = (COSMOS3, COSMOS3_FROM_VIDEO)
+COSMOS3_SOUND = replace(
+    COSMOS3,
+    sampling=Cosmos3SoundSampling,
+    title="Cosmos 3 with sound, modular",
+    aliases=("Cosmos3OmniModularPipeline",),
+    decode_components=("vae", "sound_tokenizer"),
+    component_classes={
+        **COSMOS3.component_classes,
+        "sound_tokenizer": "Cosmos3AVAEAudioTokenizer",
+    },
+    audio_rate=lambda pipe: int(pipe.sound_sampling_rate),
+    checkpoint_facts=_sound_facts,
+    call_arguments=lambda _: {"enable_sound": True},
+    modular=replace(_MODULAR, audio="sound"),
+)
+
+FAMILIES = (COSMOS3, COSMOS3_SOUND, COSMOS3_FROM_VIDEO)

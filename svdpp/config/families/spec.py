@@ -103,8 +103,8 @@ class ModularSpec:
     pipeline's default."""
     videos: str = "videos"
     """Name of the decoded video in the final state."""
-    has_video_batch: bool = True
-    """Whether the decoded video is a batch of one; otherwise it is the frames themselves."""
+    has_batch: bool = True
+    """Whether the decoded video and sound are batches of one; otherwise they have no batch axis."""
     audio: str | None = None
     """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})

@@ -68,7 +68,13 @@ def set_back_component(component: Any, before: Attributes) -> None:
     for name, attributes in attributes_of(component).items():
         for added in attributes.keys() - before[name].keys():
             object.__delattr__(modules[name], added)
-        vars(modules[name]).update(before[name])
+        # Lists that did not change stay the same objects, because packets tell one list that two
+        # attributes share from two equal ones.
+        vars(modules[name]).update(
+            (key, value)
+            for key, value in before[name].items()
+            if key not in attributes or not is_unchanged(value, attributes[key])
+        )
 
 
 def pack_changed_attributes(

@@ -72,10 +72,8 @@ class ModularModel(EngineModel):
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             state = self._later_modular_call(tensors, None).run({})
         names = (self._modular.videos, self._modular.audio)
-        video, *audio = (state.values[name] for name in names if name is not None)
-        if not self._modular.has_video_batch:
-            video = video[None]
-        return video, *audio
+        results = tuple(state.values[name] for name in names if name is not None)
+        return results if self._modular.has_batch else tuple(each[None] for each in results)
 
     def _later_modular_call(self, tensors: Tensors, end: int | None, **more: Any) -> ModularCall:
         set_scheduler_and_guiders(self._pipe, self._checkpoint, self._sampling)

@@ -130,6 +130,10 @@ class StatePacker(Packer):
         return StatePacker({}, keeps=False).pack(value, "value")
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
+        if tensor.dim() == 0:
+            # Each scalar gets a name of its own. Two schedulers may hold the same timestep, as one
+            # tensor or, if one of them is from a packet, as two; packets must not depend on that.
+            tensor = tensor.view(())
         node = super()._pack_tensor(tensor, name)
         kept = self.tensors.get(name)
         if kept is not None and node["name"] == name:

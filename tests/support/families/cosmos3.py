@@ -24,7 +24,17 @@ def _cosmos3(_: bool) -> Parts:
             **{"latent_channel": 16, "latent_patch_size": 1, "patch_latent_dim": 16},
             **{"num_attention_heads": 2, "num_hidden_layers": 2, "num_key_value_heads": 1},
             **{"qk_norm_for_text": False, "rms_norm_eps": 1e-5, "rope_axes_dim": [1, 1, 1]},
-            vocab_size=512,
+            **{"sound_gen": True, "sound_dim": 4, "vocab_size": 512},
+        ),
+        "sound_tokenizer": diffusers.Cosmos3AVAEAudioTokenizer(
+            **{
+                "vocoder_input_dim": 4,
+                "dec_dim": 4,
+                "dec_c_mults": (1, 2),
+                "dec_strides": (40, 48),
+            },
+            **{"enc_dim": 4, "enc_num_blocks": 1, "enc_n_fft": 8, "enc_hop_length": 2},
+            **{"enc_latent_dim": 8, "enc_c_mults": (1,), "enc_strides": (2,)},
         ),
         "enable_safety_checker": False,
     }
@@ -44,7 +54,28 @@ _UNREAD = {
     "block.vision_tokens.0": "a list, which each iteration makes again",
 }
 
-PARTS = {"cosmos3": _cosmos3}
+_UNREAD_WITH_SOUND = {
+    **_UNREAD,
+    **dict.fromkeys(
+        (
+            "block.cond_sound_segment.sound_mrope_ids",
+            f"{_BLOCK}uncond_sound_segment.sound_mrope_ids",
+        ),
+        "the position ids, which travel, too, are made of these",
+    ),
+    **dict.fromkeys(
+        ("block.vision_timesteps", "block.sound_timesteps", "block.velocity_vision"),
+        "the iteration, which is cut after the step of the video, has used it",
+    ),
+    **dict.fromkeys(
+        (
+            f"block.sound_scheduler.{name}"
+            for name in ("betas", "alphas", "alphas_cumprod", "alpha_t", "sigma_t", "lambda_t")
+        ),
+        "the sound's scheduler travels as a whole, with tables that flow matching does not read",
+    ),
+}
+PARTS = {"cosmos3": _cosmos3, "cosmos3_sound": _cosmos3}
 CASES = {
     "cosmos3": Case("cosmos3", size(32, 32, 5), negative="blurred", unread=_UNREAD),
     "cosmos3-image": Case(
@@ -53,6 +84,12 @@ CASES = {
         image=True,
         unread=_UNREAD,
         refused=[({"num_frames": 1}, "a clip from an image needs more than 1 `num_frames`")],
+    ),
+    "cosmos3-sound": Case(
+        "cosmos3_sound", size(32, 32, 5), negative="blurred", unread=_UNREAD_WITH_SOUND
+    ),
+    "cosmos3-sound-image": Case(
+        "cosmos3_sound", size(32, 32, 5), image=True, unread=_UNREAD_WITH_SOUND
     ),
     "cosmos3-video": Case(
         "cosmos3_v2v",
