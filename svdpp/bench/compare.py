@@ -235,7 +235,7 @@ def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields on which the measurement of diffusers depends, but the number of clips.
+    """Return all fields on which the time of diffusers depends, except the number of clips.
 
     Fields that are None are left out, because summaries of earlier versions lack some fields.
     """

@@ -58,7 +58,7 @@ _ONE_SCREEN = 16
 
 
 class LazyGroup(LazyOptionGroup):
-    """Group of commands whose modules are imported only when they are named."""
+    """Group of commands; a module is imported only if the command line names its command."""
 
     def resolve_command(  # type: ignore[override]  # the base class has a private context
         self, ctx: typer.Context, args: list[str]
@@ -77,7 +77,7 @@ class LazyGroup(LazyOptionGroup):
         if name is None:
             return name, stub, rest
         command = load_command(name)
-        # the completion of a shell also proposes options that the help hides
+        # so that shell completion also proposes options that the help hides
         if ctx.resilient_parsing:
             show_all_options(command)
         return name, command, rest

@@ -176,7 +176,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return the names `--section.field` for errors about fields of a configuration, by field."""
+    """Return the command-line name, such as `--section.field`, of each field that errors name."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}

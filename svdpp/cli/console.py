@@ -285,7 +285,7 @@ class Console:
 
 
 def _json_pieces(value: Any) -> Iterator[str]:
-    """Yield pieces of indented and redacted JSON; a long list (of 100,000 clips) in many pieces."""
+    """Yield indented and redacted JSON in pieces, one for each element of a long list of clips."""
     clean = redaction()
     long = (
         []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# Command lines, such as `svdpp plan --layout auto`, whose options are those of other programs.
+# Command lines in hints, such as `svdpp plan --layout auto`, which have options of their own.
 _COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
 # Separators of proposals. A relative clause belongs to the proposal before it.

@@ -90,10 +90,10 @@ _VERIFIED_BY = (
 
 
 def _verified(spec: FamilySpec) -> dict[str, Any]:
-    """Return how clips of a family compare with diffusers' in the tests.
+    """Return how a family's clips compare with those of diffusers in the tests.
 
-    `tests/models/test_registry.py` has a case of each family: for cuts, and for pairs, which are
-    close to diffusers' result where they divide a batch.
+    `tests/models/test_registry.py` compares clips whose steps are cut between ranks, and clips of
+    pairs, which are only close to those of diffusers if the pair divides a batch.
     """
     pairs = "bitwise" if spec.pairs_are_exact else "close"
     return {
@@ -111,7 +111,7 @@ def _verified_text(verified: Mapping[str, Any]) -> str:
 
 
 def _fold(text: str) -> str:
-    """Return a line of the list in lines of at most 80 characters."""
+    """Break a line of the list into lines of at most 80 characters."""
     return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
 
 
@@ -151,7 +151,7 @@ def describe(family: str) -> dict[str, Any]:
 
 
 def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return the values as defaults, and the ranges of parameters that only the family has."""
+    """Return defaults of common parameters, and defaults and ranges of the family's own."""
     return {
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {

@@ -408,7 +408,7 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
 def _layout_json(layout: Layout) -> dict[str, Any]:
     """Return the properties of a layout for JSON.
 
-    The split of experts is left out for one expert.
+    The fields about experts are left out if the model has only one denoiser.
     """
     facts = {"description": str(layout), **layout.parallel.to_json()}
     if layout.expert_boundary is not None:

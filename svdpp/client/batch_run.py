@@ -379,8 +379,8 @@ class BatchRun:
             try:
                 page = self._page(batch, after, _PAGE, "asc")
             except NotThereError:
-                if after is None:
-                    return  # the batch was removed from the server
+                if after is None:  # the server has removed the batch
+                    return
                 # Only the video at the cursor was removed, so reading starts again.
                 after = self._cursors[batch] = None
                 continue

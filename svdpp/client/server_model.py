@@ -186,7 +186,7 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
 
 
 def _files(job: RunJob) -> list[tuple[str, MediaFile]]:
-    """Return the input files of a job but its references, each with the name of its field."""
+    """Return the input files of a job, except references, each with the name of its field."""
     made_from = job.made_from
     files = [(_IMAGE_FIELD, made_from.media_file), ("last_image", made_from.last_image)]
     return [(name, file) for name, file in files if file is not None] + [*made_from.videos]

@@ -1,4 +1,4 @@
-"""Requested weight files beside a checkpoint: base class of LoRAs, and GGUF denoisers."""
+"""Requests for weight files beside a checkpoint: the base class of all, and GGUF denoisers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from svdpp.config.limits import check_type, require
 
-#: One of two denoisers that divide the steps: `high` runs the first steps, which have high noise,
-#: and `low` runs the later steps.
+#: Name of one of two denoisers that divide the steps: `high` runs the first steps, which have high
+#: noise, and `low` runs the later steps.
 Expert = Literal["high", "low"]
 
 

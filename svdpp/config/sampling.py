@@ -141,7 +141,7 @@ SHARED: Mapping[str, Param] = {
     ),
 }
 
-#: Parameter `video_frames` of families that continue a video by clips of another length.
+#: Parameter `video_frames` of families whose clips continue a video, and may have another length.
 VIDEO_FRAMES = Param(
     lowest=1,
     highest=MAX_FRAMES,

@@ -253,7 +253,7 @@ class _ClipMetadata(BaseModel):
     dtype: Dtype
     memory_opt: bool
     channels_last: bool = False
-    # The JSON has the next two fields only if the clip was made with these options.
+    # The JSON has each of the next two fields only if the clip was made with the option.
     vae_tiling: bool = False
     attention_backend: str | None = None
     device: Literal["cpu", "cuda"]
@@ -357,7 +357,7 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that are embedded in the video: all fields but the file's own hash."""
+    """Return the metadata that are embedded in the video: all fields except the file's own hash."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 

@@ -102,7 +102,8 @@ class OutputPolicy:
             format=kind,
             **more,
         )
-        OutputConfig(path=str(out), format=kind, crf=policy.crf)  # checks path, format and crf
+        # The constructor checks path, format and crf.
+        OutputConfig(path=str(out), format=kind, crf=policy.crf)
         return policy
 
     @property

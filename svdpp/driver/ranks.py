@@ -227,7 +227,9 @@ class PipelineRanks:
 
     def _rendezvous_config(self) -> RendezvousConfig:
         if self.world is None:
-            raise ClosedError("no launcher has started this process: enter the pipeline's block")
+            raise ClosedError(
+                "no launcher has started this process: use the pipeline in a with block"
+            )
         return RendezvousConfig(
             world=self.world,
             backend=self.backend,

@@ -80,7 +80,8 @@ def _check_attention_backend(model: ModelConfig, checkpoint: Checkpoint) -> None
             details={"variable": _BACKEND_VARIABLE, "value": of_variable},
         )
     if name is not None:
-        from svdpp.models.engine.attention import check_attention_backend  # diffusers: seconds
+        # This imports diffusers, which takes seconds.
+        from svdpp.models.engine.attention import check_attention_backend
 
         check_attention_backend(name, checkpoint)
 
@@ -103,7 +104,7 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    # If the sizes differ, a later check raises an error.
+    # If world and configuration have different sizes, a later check raises an error.
     if world is None or world.size != config.world_size:
         return set(config.layout.roles)
     # torchrun, and srun by default, number the ranks host by host.

@@ -125,7 +125,7 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
     Args:
         files: Images or videos of the clips.
-        sampling: Sampling parameters; with the `fit` stretch images are left to the pipeline, which
+        sampling: Sampling parameters. If `fit` is `stretch`, images are left to the pipeline, which
             stretches or crops them.
     """
     files = list(dict.fromkeys(files))

@@ -505,7 +505,7 @@ def with_weights(
             every = {*checkpoint.weighted_components} - {*elsewhere} - replaced
             components = [*absent, *sorted(every)]
         for part in components:
-            files_of_part = checkpoint.weight_files(part)  # checks the files
+            files_of_part = checkpoint.weight_files(part)  # the call also checks the files
             if part in checkpoint.int8_denoisers:
                 check_int8_weights(part, files_of_part, model.dtype)
         changes = local is not None and model.name not in DEMO_MODELS

@@ -170,7 +170,7 @@ class DummyModel:
         return own
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Return one small black frame for each frame of the latent, after the time of a decode.
+        """Return a small black frame for each latent frame; `costs` set how long this takes.
 
         Args:
             tensors: Packet, which is not used.
@@ -182,7 +182,7 @@ class DummyModel:
         return self.decode_part(tensors, DecodeRange(0, count, count))[FRAMES]
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:  # noqa: ARG002
-        """Return the black frames of one part of a clip, after its share of the time of a decode.
+        """Return the black frames of one part of a clip; `costs` set how long this takes.
 
         Args:
             tensors: Packet, which is not used.

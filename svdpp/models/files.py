@@ -419,7 +419,7 @@ def fingerprint(files: Mapping[str, Path]) -> str:
         ModelError: A file cannot be read, or is damaged.
     """
     digest = hashlib.sha256()
-    # Sorted by folder, then by name, as paths are.
+    # The names are sorted as paths: by folder, then by file name.
     for name in sorted(files, key=PurePosixPath):
         path = files[name]
         digest.update(name.encode() + b"\0")

@@ -108,7 +108,8 @@ def download_weights(model: ModelConfig, components: Iterable[ComponentFolder]) 
             )
 
 
-@functools.cache  # so that a process uses one commit even if the hub's repository changes
+# The result is cached, so that a process uses one commit even if the hub's repository changes.
+@functools.cache
 def fetch_snapshot(
     name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
 ) -> Path:

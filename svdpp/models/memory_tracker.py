@@ -43,8 +43,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Helios factorises a matrix that is singular but for rounding. That may fail on this CPU
-        # although the ranks' devices can do it.
+        # Helios factorises a matrix that would be singular without rounding errors. The check of
+        # the result may fail on this CPU although it passes on the ranks' devices.
         if func is torch.ops.aten._linalg_check_errors.default:
             return None
         result = None

@@ -110,7 +110,7 @@ def download_missing_weights(model: ModelConfig, components: Iterable[ComponentF
 
 
 def component_revisions(components: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return commits as in `ModelConfig.component_revisions`.
+    """Return the commits of components, in the form of `ModelConfig.component_revisions`.
 
     Args:
         components: OWNER/NAME@COMMIT of components in other repositories, by name of the component,
@@ -227,7 +227,7 @@ def _has_files(folder: Path, part: str) -> bool:
 def _text(
     index: JsonFile, part: str, where: Mapping[str, Any], key: str, pattern: str
 ) -> str | None:
-    """Return a text of an entry; None if it is missing.
+    """Return the text at a key of an index entry, such as its revision; None if it is missing.
 
     Raises:
         ModelError: The value does not match the pattern.

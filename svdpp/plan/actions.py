@@ -128,7 +128,7 @@ class Action(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Fraction of the clip's decode that a DECODE does; 1 for other actions."""
+        """Fraction of the clip's decode that a DECODE action does; 1 for other actions."""
         return 1.0 if self.part is None else self.part.fraction
 
     @property

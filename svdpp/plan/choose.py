@@ -83,7 +83,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    """Search for the best layout; the fields are those of `choose_layout`."""
+    """Search for the best layout; all fields but the first are arguments of `choose_layout`."""
 
     data_parallel: Layout
     """Layout in which each rank makes whole clips, with the costs; all others derive from it."""

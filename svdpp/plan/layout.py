@@ -230,7 +230,7 @@ class Layout(ParallelConfig):
 
     @property
     def separates_experts(self) -> bool:
-        """Whether no rank holds both experts, so that a clip changes its rank with the expert."""
+        """Whether no rank holds both experts, so that each clip changes ranks with the expert."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 

@@ -142,7 +142,10 @@ class EtaEstimator:
         return self.estimate_all().get(job_id) or self.estimate_all(max_age=0.0).get(job_id)
 
     def remote_eta(self, job: Job) -> float | None:
-        """Return the seconds until another server finishes a job; None before the first step."""
+        """Return the seconds until another server finishes a job.
+
+        The result is None until this server has timed a step.
+        """
         rates = self._rates()
         return None if rates is None else rates.remaining(job.sampling, job.step)
 
@@ -222,7 +225,7 @@ class EtaEstimator:
             yield id, sampling, 0
 
     def _rates(self) -> _WorkRates | None:
-        """Return the median seconds per pixel of the latest work; None before the first step."""
+        """Return the median seconds per pixel of the latest work; None until a step is timed."""
         if not self._samples["step"]:
             return None
         encode, step, decode, write = (

@@ -110,7 +110,7 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
             else "a server that is started with --lora-dir has some"
         )
         raise RequestError(
-            f"{holder} has no `loras` {name[:60]!r}",
+            f"{holder} has no LoRA {name[:60]!r}",
             nearest(name, known, listed),
             details={**details, "known": known},
         )

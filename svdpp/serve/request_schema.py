@@ -162,7 +162,7 @@ _REFERENCE_NAMES = frozenset(reference_names(MAX_REFERENCES))
 
 
 def field_of(file_name: str) -> str:
-    """Return the name of the request's field with a file of `VideoRequest.files`."""
+    """Return the request field of a file, given the file's name in `VideoRequest.files`."""
     return REFERENCES if file_name in _REFERENCE_NAMES else file_name
 
 

@@ -50,7 +50,8 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: HTTP status and error code for exceptions of other packages. The first matching type counts.
+#: HTTP status and error code for each error of svdpp except `ApiError`. The first matching type
+#: counts.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -511,7 +512,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def to_api_error(error: SvdppError) -> ApiError:
-    """Convert an exception of another package to an error of the API."""
+    """Convert an error of svdpp to an error of the API; an `ApiError` is returned unchanged."""
     if isinstance(error, ApiError):
         return error
     status, code = next(

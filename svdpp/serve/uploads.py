@@ -36,6 +36,7 @@ from svdpp.media.video_frames import probe_video
 # Limits of the decoder, the process that decodes an uploaded image. The largest images that
 # `media.images` accepts have 50 million pixels, and need up to 1.1 GB and 3 s to decode. A
 # progressive JPEG of 24 million pixels needs 1.2 s.
+
 #: Maximum bytes of a decoder's address space.
 MAX_DECODER_BYTES = 2 * 2**30
 #: Maximum CPU time of a decoder for a video, in whole seconds.

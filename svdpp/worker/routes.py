@@ -131,7 +131,8 @@ def resolve_clip_config(
         )
     tiles: tuple[int, ...] = ()
     if config.model.vae_tiling and checkpoint.spec.decodes_in_tiles:
-        from svdpp.models.engine.tiles import count_tiles  # diffusers: seconds
+        # This imports diffusers, which takes seconds.
+        from svdpp.models.engine.tiles import count_tiles
 
         tiles = count_tiles(checkpoint, sampling)
     return replace(config, sampling=sampling, expert_boundary=boundary, tiles=tiles)

@@ -122,7 +122,7 @@ def test_a_pipeline_cannot_be_used_before_its_block_which_only_rank_0_enters(
         with pytest.raises(ClosedError, match="the pipeline has no ranks yet") as caught:
             use(pipeline)
         assert "with Pipeline" in caught.value.hint
-    with pytest.raises(ClosedError, match="no launcher has started this process"):
+    with pytest.raises(ClosedError, match="started this process: use the pipeline in a with"):
         pipeline.serve(say=print)
     pipeline.close()
     pipeline.close(drain=False)

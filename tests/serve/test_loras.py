@@ -92,8 +92,8 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     assert "--lora-dir" in refused.value.hint
 
     for value, words in (
-        ("styl", "this server has no lora 'styl'"),
-        (str(files["style"]), "this server has no lora"),
+        ("styl", "this server has no LoRA 'styl'"),
+        (str(files["style"]), "this server has no LoRA"),
         ({"name": "style", "path": "/etc"}, "lora has no field 'path'"),
         ({"name": "style", "scale": 1000}, "the weight of lora must be"),
         ({"name": "style", "expert": "low"}, "has one denoiser"),
@@ -217,7 +217,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
             return server.batches.create(owner, None, source=source)
 
         assert list_models(other)["data"][0]["loras"] == [style]
-        with pytest.raises(RequestError, match="this fleet has no `loras` 'styl'") as refused:
+        with pytest.raises(RequestError, match="this fleet has no LoRA 'styl'") as refused:
             request(other, "styl")
         assert refused.value.details["known"] == ["style"]
         job = request(other, "style:0.5")
@@ -243,7 +243,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
         reasons = {other.video(job).held for job in waiting}
         assert reasons == {"this server does not have the job's LoRA style"}
         assert list_models(other)["data"][0]["loras"] == []
-        with pytest.raises(RequestError, match="this fleet has no `loras` 'style'"):
+        with pytest.raises(RequestError, match="this fleet has no LoRA 'style'"):
             request(other, "style")
 
 

@@ -171,8 +171,8 @@ def with_aliases(options: list[str]) -> list[str]:
 
 
 def _path(text: str | Path) -> Path:
-    # Empty texts are rejected here, because Path("") would be the working folder. Typer converts
-    # defaults, too.
+    # Empty texts are rejected here, because Path("") would be the working folder. Typer also
+    # calls this function with the default, which may be a path.
     if text == "":
         raise typer.BadParameter("the path is empty")
     return Path(text)

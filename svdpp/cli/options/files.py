@@ -149,6 +149,8 @@ class PromptOptions:
     ) -> list[ClipInput]:
         """Combine each image with each prompt.
 
+        With `--prompts same-stem`, each image has only the prompt in the text file beside it.
+
         Args:
             images: Images; None means a clip without an image.
             sampling: Sampling parameters of the clips.

@@ -108,7 +108,7 @@ def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
-    """Return the video, and the frames of the latent that show it."""
+    """Return the arguments for the video: its frames, and the indices of its latent frames."""
     shown = (sampling.video_frames - 1) // sampling.frames_unit + 1
     return {"video": frames, "condition_frame_indexes_vision": tuple(range(shown))}
 

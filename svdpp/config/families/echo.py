@@ -55,7 +55,7 @@ ECHO = FamilySpec(
     decode_components=LTX2.decode_components,
     component_classes=LTX2.component_classes,
     pipeline_package=LTX2.pipeline_package,
-    # diffusers' documentation of the pipeline loads this component in float32, too.
+    # diffusers' documentation of the pipeline loads `audio_vae` in float32, too.
     fp32_components=frozenset({"audio_vae"}),
     loras=False,
     latent_dtype="model",

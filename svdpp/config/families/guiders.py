@@ -11,7 +11,8 @@ from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
-#: The same for denoisers whose layers diffusers can skip, such as Wan's.
+#: `GUIDER_CLASSES` and the guider that skips layers, for denoisers whose layers diffusers can skip,
+#: such as Wan's.
 GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
 
 #: The only supported values of `skip_layer_config`, other than `indices`, by key. The first one is
@@ -51,7 +52,7 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
 def _check_guider(configs: CheckpointConfigs, name: str) -> None:
     guider = configs.of(name, enabled=True)
     guider.require("enabled", True, "because the guidance scale would have no effect")
-    # Guidance is then off at a scale of 0, and svdpp's sampling parameters take 1 for that.
+    # With this key, guidance is off at a scale of 0. svdpp assumes that it is off at 1.
     guider.refuse("use_original_formulation", "gives the guidance scale another meaning")
     if configs.classes[name] != "SkipLayerGuidance":
         return

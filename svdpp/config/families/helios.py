@@ -278,7 +278,7 @@ HELIOS = FamilySpec(
     schedulers=("HeliosScheduler",),
     fp32_components=frozenset({"vae"}),
     loras=False,
-    # The guider reads the results of both calls after the second one.
+    # The guider reads the results of both calls of the denoiser only after the second call.
     branches="calls",
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
@@ -311,7 +311,7 @@ HELIOS_DISTILLED = replace(
     text_pipeline="HeliosPyramidDistilledModularPipeline",
     image_pipeline="HeliosPyramidDistilledModularPipeline",
     schedulers=("HeliosDMDScheduler",),
-    branches=None,  # there is no guidance
+    branches=None,  # the pipeline has no guidance
     latent_dtype=_distilled_dtype,
     modular=ModularSpec(
         blocks=("HeliosPyramidDistilledAutoBlocks",), latent_divisor=_latent_divisor

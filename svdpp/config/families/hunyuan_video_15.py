@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes of clips from an image, and `max_sequence_length` as without effect."""
+    """Return the sizes of clips from an image; mark `max_sequence_length` as without effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )

@@ -1,4 +1,4 @@
-"""Sampling parameters and specs of LTX-2, which makes video with sound, also in context."""
+"""Sampling parameters and specs of LTX-2: video with sound, also from references (in context)."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
 
     @property
     def step_axes(self) -> str:
-        """Axes of the results of steps; from an image, the latent is unpacked for the steps."""
+        """Axes of the latent after a step; for clips from an image, the pipeline unpacks it."""
         return "BCFHW" if self.from_image else self.latent_axes
 
 
@@ -313,7 +313,7 @@ LTX2_IN_CONTEXT = replace(
     text_pipeline=None,
     image_pipeline="LTX2InContextPipeline",
     text_and_image=False,
-    # The mask has one number for each two positions of clip and reference.
+    # The mask is large: it has a number for each pair of positions of clip and reference.
     record_uses={**LTX2.record_uses, "_build_video_self_attention_mask": "recomputed"},
     image_arguments=_reference,
     last_image_arguments=None,

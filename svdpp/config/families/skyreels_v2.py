@@ -67,7 +67,7 @@ class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     # `video_frames` and the number of generated frames are each a multiple of 4 plus 1.
     frames_remainder: ClassVar[int] = 2
     from_video: ClassVar[bool] = True
-    # One latent frame less than a denoising loop has, so that there is a new one.
+    # At least one latent frame (4 frames) of the denoising loop must be new.
     own: ClassVar[Mapping[str, Param]] = {
         "video_frames": replace(VIDEO_FRAMES, highest=_LOOP_FRAMES - 4)
     }
@@ -182,7 +182,7 @@ SKYREELS_V2_FROM_VIDEO = replace(
         frames - sampling.video_frames // sampling.frames_unit
     ),
     first_frames=lambda _: 0,
-    decodes_in_tiles=False,  # the clip has more frames than are decoded
+    decodes_in_tiles=False,  # the clip also has frames of the video, which are not decoded
     frame_limits=(1, MAX_FRAMES, "the limits of svdpp"),
     check_sampling=_check_from_video,
     renamed_arguments={"overlap_history": "video_frames"},

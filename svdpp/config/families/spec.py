@@ -71,7 +71,7 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
-        """Values of the scheduler's config, by key."""
+        """Values of the checkpoint's scheduler config, by key; empty without a scheduler."""
 
     @property
     def decode_draws_noise(self) -> bool:

@@ -413,7 +413,7 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        # The result of call 1, the face video, is used: each step encodes it.
+        # Each step encodes the face video, which is the result of call 1.
         "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",

@@ -130,7 +130,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _can_be_quantised(module: Any, name: str) -> bool:
-    """Whether diffusers can read a quantised tensor for this weight: in linear or fp32 layers."""
+    """Whether diffusers reads a quantised weight of this name: of a linear or a float32 layer."""
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")

@@ -27,8 +27,8 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of a loaded adapter: the LoRA with its weight set to 1, and how many times the same clip uses
-#: the LoRA before (a clip can use a LoRA twice).
+#: Key of a loaded adapter: the LoRA with its weight set to 1, and the number of earlier uses of
+#: the LoRA by the same clip (a clip can use a LoRA twice).
 _Key = tuple[Lora, int]
 
 
@@ -289,7 +289,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        # for GGUF, `shape` counts bytes
+        # the `shape` of a weight from a GGUF file counts bytes
         weight_shape = getattr(weight, "quant_shape", weight.shape)
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:

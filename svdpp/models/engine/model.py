@@ -419,7 +419,7 @@ def _input_arguments(
 
 
 def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dict[str, Any]:
-    """Return the arguments for a list of references, and for the video of a clip, if it has one."""
+    """Return the arguments with a clip's references and, if it starts from a video, that video."""
     files = source if isinstance(source, dict) else {IMAGE: source}
     references: list[Any] = [each for each in files.values() if isinstance(each, Image.Image)]
     if spec.modular is not None and spec.modular.reference_class is not None:

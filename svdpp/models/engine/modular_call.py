@@ -271,7 +271,7 @@ class ModularCall:
         self._sub_block, self._skipped, self._block_state = 0, 0, block_state
         if self._resume is not None:
             values = values_of(block_state)
-            values.clear()  # the values are also cleared after the last iteration
+            values.clear()  # only the received values stay, even after the last iteration
             values.update(self._received_block_state)
             if index < self._resume["iteration"]:
                 return components, block_state

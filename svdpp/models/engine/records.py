@@ -53,7 +53,7 @@ _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
 # The memory estimate finds tensors only in pytree nodes. diffusers and transformers register their
-# output classes, but not this one.
+# output classes as such nodes, but not `DiagonalGaussianDistribution`.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -137,7 +137,7 @@ def read_structure(packet: Tensors) -> Node:
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of a value whose tensors are not sent: the structure has no names."""
+    """Return the structure of a value, without names of tensors, because no tensor is sent."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -438,7 +438,7 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet, without tensors of the first step only.
+        """Return the received records for the next packet, without tensors that only step 0 uses.
 
         Args:
             received: Tensors of the received packet.

@@ -13,7 +13,7 @@ from svdpp.errors import ModelError
 from svdpp.models.base import PREDICTION, Partner, Tensors
 from svdpp.models.engine.records import Node, Packer, clone_tensors, unpack, zeros_for
 
-#: Integer types by their bytes.
+#: Integer types by their size in bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LEAVE_OUT = "leave `cfg_parallel` out"
 
@@ -105,7 +105,7 @@ class SharedCalls:
         if not is_own:
             return result
         self._own.append(result)
-        return clone_tensors(result)  # which the block may change in place
+        return clone_tensors(result)  # a copy, because the block may change it in place
 
     def _check_shape(self, step: int, result: Any) -> None:
         """Keep the structure of the first result; compare later results with this structure."""
@@ -182,7 +182,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
     layout = (ours.shape, ours.stride(), ours.dtype)
     if layout != (theirs.shape, theirs.stride(), theirs.dtype):
         return False
-    as_bits = _INTEGERS[ours.dtype.itemsize]  # of which, unlike NaN, each equals itself
+    as_bits = _INTEGERS[ours.dtype.itemsize]  # as integers, equal NaNs are equal
     return torch.equal(ours.view(as_bits), theirs.view(as_bits))
 
 
