@@ -154,7 +154,7 @@ def test_wrong_references_of_a_line_are_named(references: str, words: str) -> No
     assert words in error
     file = JobFile("clips", Path(PHOTO).parent, "jsonl", text)
     (refused,) = LineReader(SVD, file).read(file.lines())[1][-1:]
-    assert "families that take references: minimax_h3_references" in refused.hint
+    assert "families that take references: wan_vace, wan_vace_control, " in refused.hint
 
 
 def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:

@@ -541,6 +541,7 @@ def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
         for _ in ("a prompt", "another")
     ]
     wide = SAMPLING_CLASSES["svd"](width=1024, height=576)
+    assert inputs.input_remarks(found, SAMPLING_CLASSES["wan_vace"](height=32, width=512)) == []
     (remark,) = inputs.input_remarks(found, wide)
     assert "'600.jpg' (600x800) and 2 more are stretched to 1024x576" in remark
     assert "`fit` crop" in remark
@@ -575,3 +576,14 @@ def test_an_image_is_what_load_image_reads_or_a_remark_says_how_it_differs(
     remarks = inputs.input_remarks([file], SAMPLING_CLASSES["svd"](width=1024, height=576))
     assert same == (remarks == []) == (not words)
     assert words in " ".join(remarks)
+
+
+def test_references_that_are_narrower_than_the_model_takes_are_refused() -> None:
+    narrow = images.MediaFile(Path("narrow.png"), "0" * 64, 400, 90)
+    sampling = SAMPLING_CLASSES["minimax_h3_references"](height=32, width=32)
+    for allowed in (sampling, SAMPLING_CLASSES["wan_vace"]()):
+        inputs.check_image_shapes([replace(narrow, height=100)], allowed)
+    with pytest.raises(InputError, match="400x90, and the model takes images up to 4:1") as caught:
+        inputs.check_image_shapes([narrow], sampling)
+    assert caught.value.details == {"width": 400, "height": 90, "max_aspect": 4}
+    inputs.check_image_shapes([narrow], replace(sampling, fit="crop"))

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig, WanSampling
 from svdpp.config.families.minimax_h3 import MiniMaxH3ReferencesSampling
+from svdpp.config.families.wan import WanVaceSampling
 from svdpp.errors import InputError
 from svdpp.media.images import read_image
 from svdpp.media.inputs import example_images
@@ -385,7 +386,7 @@ def test_references_are_a_list_of_files() -> None:
         server.validate({**first, "references": [image] * 9})
     with pytest.raises(ApiError, match="references is unknown") as caught:
         _wan(image_use="needed").validate({**first, "references": image})
-    assert caught.value.hint == "families that take references: minimax_h3_references"
+    assert caught.value.hint.startswith("families that take references: wan_vace, ")
     body = _request_body(server.request_model)["content"]["application/json"]["schema"]
     assert body["properties"]["references"]["items"]["contentEncoding"] == "base64"
 
@@ -394,14 +395,11 @@ def test_references_are_a_list_of_files() -> None:
 @pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
 def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> None:
-    folder = save_tiny("minimax_h3_references", tmp_path / "h3")
-    model = ("--model", str(folder), "--family", "minimax_h3_references")
-    size = ("--steps", "3", "--height", "32", "--width", "32", "--split", "balanced")
+    folder = save_tiny("wan_vace", tmp_path / "vace")
     images = [example_images()[index] for index in (0, 1, 2)]
     first, second, third = (image.read_bytes() for image in images)
     form: dict[str, Any] = {"photo": first, "prompt": PROMPT, "seed": 1}
-    cpu = ("--device", "cpu", "--world", "2", "--threads", "1")
-    with ServerHere(tmp_path / "data", *cpu, *size, *model) as server:
+    with ServerHere(tmp_path / "data", *WAN, "--model", str(folder)) as server:
         server.wait_ready()
         references = [("b.jpg", second), ("c.jpg", third)]
         (id,) = server.add(**form, references=references, key="a")
@@ -421,14 +419,17 @@ def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> Non
     assert metadata["references_sha256"] == hashes
     names = ("image", "reference_1", "reference_2")
     source: Any = dict(zip(names, map(_opened, images), strict=True))
-    sampling = MiniMaxH3ReferencesSampling(
-        num_inference_steps=3, height=32, width=32, from_image=True, num_references=2
+    sampling = WanVaceSampling(
+        num_inference_steps=4,
+        height=32,
+        width=32,
+        num_frames=5,
+        max_sequence_length=8,
+        from_image=True,
+        num_references=2,
     )
     latents, frames, _ = whole_clip(
-        ModelConfig(name=str(folder), family="minimax_h3_references"),
-        sampling,
-        ClipRequest(seed=1, prompt=PROMPT),
-        source,
+        ModelConfig(name=str(folder)), sampling, ClipRequest(seed=1, prompt=PROMPT), source
     )
     expected = (tensor_sha256(latents[-1]), frames_sha256(frames))
     assert (metadata["latents_sha256"], metadata["frames_sha256"]) == expected

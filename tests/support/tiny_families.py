@@ -57,6 +57,8 @@ _ALIKE = (
     "vace-modular-momentum",
     "vace-modular-skipped",
     "replace-guided",
+    "control-references",
+    "modular-references",
 )
 #: All other cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]

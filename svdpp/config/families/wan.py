@@ -61,8 +61,9 @@ class WanSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanReferenceSampling(WanBaseSampling):
-    """Sampling parameters of Wan VACE for clips from text, with or without a reference image."""
+    """Sampling parameters of Wan VACE for clips from text, with or without reference images."""
 
+    keeps_image_shape: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
         **WanBaseSampling.own,
         "conditioning_scale": Param(highest=10, help="Weight of the reference image."),
@@ -333,8 +334,13 @@ def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames, with one more at the start if there is an input image."""
-    return frames + 1 if sampling.from_image else frames
+    """Return the number of latent frames, with one more at the start for each image."""
+    return frames + int(sampling.from_image) + int(sampling.num_references)
+
+
+def _frames_with_references(_: Any, sampling: Any, frames: int) -> int:
+    """Return the number of latent frames, with one more at the start for each reference."""
+    return frames + int(sampling.num_references)
 
 
 WAN = FamilySpec(
@@ -367,7 +373,8 @@ WAN_VACE = replace(
     denoiser="WanVACETransformer3DModel",
     text_pipeline="WanVACEPipeline",
     image_pipeline="WanVACEPipeline",
-    image_argument="reference_images",
+    references_argument="reference_images",
+    max_references=7,
     last_image_arguments=None,
     checkpoint_facts=_facts_of_one_image,
     check_sampling=check_first_timesteps,
@@ -384,7 +391,7 @@ WAN_VACE_CONTROL = replace(
     image_argument="video",
     aliases=("WanVACEPipeline",),
     text_and_image=False,
-    latent_frames=lambda _, __, frames: frames,
+    latent_frames=_frames_with_references,
 )
 
 WAN_FROM_VIDEO = replace(
@@ -481,7 +488,8 @@ WAN22_VACE_MODULAR = replace(
     denoiser="WanVACETransformer3DModel",
     text_pipeline="Wan22VaceModularPipeline",
     image_pipeline="Wan22VaceModularPipeline",
-    image_argument="reference_images",
+    references_argument="reference_images",
+    max_references=7,
     aliases=("WanVACEPipeline",),
     text_aliases=(),
     size_from_image=False,
@@ -502,7 +510,7 @@ WAN22_VACE_CONTROL_MODULAR = replace(
     image_argument="video",
     aliases=("Wan22VaceModularPipeline", "WanVACEPipeline"),
     text_and_image=False,
-    latent_frames=lambda _, __, frames: frames,
+    latent_frames=_frames_with_references,
 )
 
 FAMILIES = (

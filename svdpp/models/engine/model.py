@@ -426,7 +426,7 @@ def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dic
         package = import_module(type(pipe).__module__.rpartition(".")[0])
         references = [getattr(package, spec.modular.reference_class)(each) for each in references]
     given = {} if isinstance(files[IMAGE], Image.Image) else {spec.image_argument: files[IMAGE]}
-    return {**given, str(spec.references_argument): references}
+    return {**given, str(spec.references_argument): references or None}
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:

@@ -239,6 +239,10 @@ CASES = {
     "wan-order-3": _case({**T2V, **_ORDER_3}),
     "wan-vace": Case("wan_vace", size(32, 32, 9), refused=_EQUAL_TIMESTEPS),
     "wan-vace-image": Case("wan_vace", size(32, 32, 9), image=True),
+    "wan-vace-references": Case("wan_vace", size(32, 32, 9), image=True, num_references=2),
+    "wan-vace-control-references": Case(
+        "wan_vace_control", size(32, 48, 9), image=True, num_references=1
+    ),
     "wan-vace-control": Case("wan_vace_control", size(32, 48, 9), image=True),
     "wan-animate": Case(
         "wan_animate", size(32, 48, 9, guidance_scale=4.0), image=True, negative="blurred"
@@ -279,6 +283,15 @@ CASES = {
         size(32, 32, 9, num_inference_steps=4, conditioning_scale=0.8),
         image=True,
         negative="blurred",
+    ),
+    "wan22-vace-modular-references": Case(
+        "wan22_vace_modular", size(32, 32, 9, num_inference_steps=4), image=True, num_references=2
+    ),
+    "wan22-vace-control-modular-references": Case(
+        "wan22_vace_control_modular",
+        size(32, 48, 9, num_inference_steps=4),
+        image=True,
+        num_references=1,
     ),
     "wan22-vace-control-modular": Case(
         "wan22_vace_control_modular", size(32, 48, 9, num_inference_steps=4), image=True
