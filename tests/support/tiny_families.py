@@ -43,6 +43,7 @@ _ALIKE = (
     "order",
     "unguided",
     "echo-image",
+    "kandinsky6-image",
     "pyramid-image",
     "distilled-image",
     "pyramid-video",
@@ -66,6 +67,9 @@ NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
 #: Test cases that cover each kind of family: guidance in one batch, two experts, further videos,
 #: sound.
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
+
+#: Class of the tokenizer of families that have a processor of text and images in its place.
+_PROCESSORS = {"kandinsky5": "Qwen2VLProcessor", "kandinsky6": "Qwen2_5_VLProcessor"}
 
 _FULL = (pytest.mark.slow, pytest.mark.full)
 _OPTIONS = {"max_shard_size", "variant"}
@@ -137,8 +141,8 @@ def _name_published_classes(folder: Path, family: str) -> None:
     for part, entry in index.items():
         if isinstance(entry, list) and str(entry[1]).endswith("ProcessorPil"):
             index[part] = [entry[0], entry[1].removesuffix("Pil")]
-    if family in ("kandinsky5", "kandinsky6"):
-        index["tokenizer"] = ["transformers", "Qwen2VLProcessor"]
+    if family in _PROCESSORS:
+        index["tokenizer"] = ["transformers", _PROCESSORS[family]]
         image = {"image_processor_type": "Qwen2VLImageProcessor"}
         (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(image))
     path.write_text(json.dumps(index))

@@ -61,8 +61,9 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 KANDINSKY6 = FamilySpec(
     sampling=Kandinsky6Sampling,
     title="Kandinsky 6",
-    example="kandinskylab/Kandinsky-6.0-Pro-distill-5s-Diffusers",
-    license="MIT",
+    example="kandinskylab/Kandinsky-6.0-Lite-5s-Diffusers",
+    # The hub could not be reached to read it.
+    license="that of its model card",
     denoiser="Kandinsky6Transformer3DModel",
     text_pipeline="Kandinsky6TI2VAPipeline",
     image_pipeline="Kandinsky6TI2VAPipeline",
