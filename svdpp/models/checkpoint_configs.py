@@ -30,11 +30,6 @@ from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
 # Names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
-# Keys of schedulers' configs that are not supported, each with its effect.
-_REFUSED_OF_SCHEDULERS = {
-    "stochastic_sampling": "draws noise in every step from torch's global generator",
-    "solver_p": "is another scheduler, whose state no packet carries",
-}
 #: Arguments that a scheduler class needs in `from_config` with the config of another scheduler.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
@@ -148,8 +143,10 @@ class Configs:
         self.int8_denoisers: tuple[str, ...] = ()
         if spec.schedulers:
             config = _read_checked(folders["scheduler"], "scheduler_config.json")
-            for key, reason in _REFUSED_OF_SCHEDULERS.items():
-                config.refuse(key, reason)
+            config.refuse("solver_p", "is another scheduler, whose state no packet carries")
+            if not spec.steps_use_generator:
+                reason = "draws noise in every step from torch's global generator"
+                config.refuse("stochastic_sampling", reason)
             self.scheduler_config = config.values
             self._configs["scheduler"] = config
         for part in self.classes:

@@ -308,6 +308,10 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ),
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (
+            *("cosmos3-distilled", MODULAR_INDEX, {"distilled_sigmas": [1.0, 0.5]}),
+            "distilled_sigmas is [1.0, 0.5], but svdpp runs models of 4 noise levels",
+        ),
+        (
             *("hunyuan-video-1.5-modular", MODULAR_INDEX),
             {"guider": ["diffusers", "SkipLayerGuidance", {"subfolder": "guider"}]},
             "the guider is of class 'SkipLayerGuidance'",

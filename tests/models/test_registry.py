@@ -197,6 +197,7 @@ def test_references_of_a_class_of_their_own_are_those_of_a_plain_call(
     [
         ("cosmos3-video", {"condition_frame_indexes_vision": (0, 1)}),
         ("cosmos3-sound-image", {"enable_sound": True}),
+        ("cosmos3-image-distilled", {}),
     ],
 )
 def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(

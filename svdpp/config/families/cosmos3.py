@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.fixed import check_fixed
 from svdpp.config.families.spec import (
     CheckedCheckpoint,
     CheckpointConfigs,
@@ -13,7 +14,7 @@ from svdpp.config.families.spec import (
     FamilySpec,
     ModularSpec,
 )
-from svdpp.config.limits import require
+from svdpp.config.limits import is_number, require, shown
 from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 
 
@@ -64,6 +65,25 @@ class Cosmos3FromVideoSampling(Cosmos3BaseSampling):
     (diffusers' default)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cosmos3DistilledSampling(Cosmos3BaseSampling):
+    """Sampling parameters of `Cosmos3DistilledModularPipeline` for clips from text or an image."""
+
+    crops_image: ClassVar[bool] = True
+    has_fixed_steps: ClassVar[bool] = True
+
+    family: Literal["cosmos3_distilled"] = "cosmos3_distilled"
+    num_inference_steps: int = 4
+    guidance_scale: float = 1.0
+
+
+#: Parameters of which distilled checkpoints have only one value, each with the reason.
+_FIXED = {
+    "num_inference_steps": "the model is distilled for this number of noise levels",
+    "guidance_scale": "the model is distilled to run without guidance",
+}
+
+
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     configs.index.require(
         "enable_safety_checker",
@@ -77,6 +97,22 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _sound_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     configs.of("transformer", sound_gen=False).require("sound_gen", True, "to make sound")
     return _checkpoint_facts(configs)
+
+
+def _distilled_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    sigmas = configs.index.values.get("distilled_sigmas")
+    steps = Cosmos3DistilledSampling.num_inference_steps
+    if not (isinstance(sigmas, list) and len(sigmas) == steps and all(map(is_number, sigmas))):
+        raise configs.index.error(
+            f"distilled_sigmas is {shown(sigmas)}, but svdpp runs models of {steps} noise levels",
+            details={"distilled_sigmas": shown(sigmas), "steps": steps},
+        )
+    return _checkpoint_facts(configs)
+
+
+def _check_distilled(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
+    check_fixed(sampling, _FIXED)
+    _check_from_image(checkpoint, sampling)
 
 
 def _check_from_image(_: CheckedCheckpoint, sampling: Any) -> None:
@@ -163,4 +199,19 @@ COSMOS3_SOUND = replace(
     modular=replace(_MODULAR, audio="sound"),
 )
 
-FAMILIES = (COSMOS3, COSMOS3_SOUND, COSMOS3_FROM_VIDEO)
+COSMOS3_DISTILLED = replace(
+    COSMOS3,
+    sampling=Cosmos3DistilledSampling,
+    title="Cosmos 3, distilled, modular",
+    example="nvidia/Cosmos3-Super-Image2Video-4Step",
+    text_pipeline="Cosmos3DistilledModularPipeline",
+    image_pipeline="Cosmos3DistilledModularPipeline",
+    schedulers=("FlowMatchEulerDiscreteScheduler",),
+    steps_use_generator=True,
+    branches=None,
+    checkpoint_facts=_distilled_facts,
+    check_sampling=_check_distilled,
+    modular=replace(_MODULAR, blocks=("Cosmos3DistilledBlocks",)),
+)
+
+FAMILIES = (COSMOS3, COSMOS3_SOUND, COSMOS3_FROM_VIDEO, COSMOS3_DISTILLED)

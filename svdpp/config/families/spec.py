@@ -179,6 +179,9 @@ class FamilySpec:
     """Names of the scheduler classes with which svdpp's clips have been proven equal to diffusers'.
     Empty: the family's pipelines are modular and have no scheduler, so each iteration of their
     denoising loop is a step."""
+    steps_use_generator: bool = False
+    """Whether the pipeline gives the clip's generator to `scheduler.step`, so that a scheduler that
+    draws noise in every step (`stochastic_sampling`) is not refused."""
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
     """Names of the components that every encode uses. An encode of an image also uses

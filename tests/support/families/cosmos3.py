@@ -75,7 +75,33 @@ _UNREAD_WITH_SOUND = {
         "the sound's scheduler travels as a whole, with tables that flow matching does not read",
     ),
 }
-PARTS = {"cosmos3": _cosmos3, "cosmos3_sound": _cosmos3}
+_UNREAD_WITHOUT_GUIDANCE = {
+    **_UNREAD,
+    **dict.fromkeys(
+        (
+            f"{_BLOCK}uncond_{name}"
+            for name in (
+                *("text_segment.input_ids", "text_segment.text_indexes", "position_ids"),
+                *(
+                    "vision_segment.vision_sequence_indexes",
+                    "vision_segment.vision_mse_loss_indexes",
+                ),
+                "vision_segment.vision_noisy_frame_indexes.0",
+            )
+        ),
+        "the pipeline prepares an empty negative prompt, which no step reads",
+    ),
+}
+
+
+def _distilled(image: bool) -> Parts:
+    parts = _cosmos3(image)
+    del parts["sound_tokenizer"]
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0, stochastic_sampling=True)
+    return {**parts, "scheduler": scheduler, "distilled_sigmas": [1.0, 0.9375, 0.8333, 0.625]}
+
+
+PARTS = {"cosmos3": _cosmos3, "cosmos3_sound": _cosmos3, "cosmos3_distilled": _distilled}
 CASES = {
     "cosmos3": Case("cosmos3", size(32, 32, 5), negative="blurred", unread=_UNREAD),
     "cosmos3-image": Case(
@@ -90,6 +116,30 @@ CASES = {
     ),
     "cosmos3-sound-image": Case(
         "cosmos3_sound", size(32, 32, 5), image=True, unread=_UNREAD_WITH_SOUND
+    ),
+    "cosmos3-distilled": Case(
+        "cosmos3_distilled",
+        size(32, 32, 5, num_inference_steps=4),
+        draws=True,
+        unread={
+            **_UNREAD_WITHOUT_GUIDANCE,
+            "block.vision_conditioning_latents": "only clips from an image read it",
+        },
+        refused=[
+            ({"num_inference_steps": 8}, "must be 4, got 8: the model is distilled"),
+            ({"guidance_scale": 3.0}, "`guidance_scale` must be 1.0, got 3.0 ... without guidance"),
+        ],
+    ),
+    "cosmos3-image-distilled": Case(
+        "cosmos3_distilled",
+        size(32, 32, 5, num_inference_steps=4),
+        image=True,
+        draws=True,
+        unread={
+            **_UNREAD_WITHOUT_GUIDANCE,
+            "latents": "steps read the latent with the image, its first frame",
+        },
+        refused=[({"num_frames": 1}, "a clip from an image needs more than 1 `num_frames`")],
     ),
     "cosmos3-video": Case(
         "cosmos3_v2v",
