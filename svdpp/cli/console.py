@@ -275,7 +275,7 @@ class Console:
         return write_fields(text, option_names() | self._names)
 
     def error_record(self, error: BaseException) -> dict[str, Any]:
-        """Return an error for the JSON of a result, in which fields are replaced by their options.
+        """Return an error as JSON for a result, with options in place of the fields that it names.
 
         Args:
             error: Error of a clip or an input.

@@ -99,11 +99,11 @@ def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfi
     readable, from_image = options, True
     try:
         from_image = options.needs_image
-    except ModelError:  # this error is reported by the check of the model, which follows
+    except ModelError:  # the check of the model follows, and reports the error
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,
-        # with this, a machine without GPUs can be checked for any model
+        # `any_on_cpu` lets a machine without GPUs be checked for every model
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     )

@@ -214,7 +214,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs of `--costs`, in which times that are given as options replace others.
+        """Return the costs of `--costs`, changed by the times that are given as options.
 
         With `--memory`, the costs also have the estimated memory of each part of the model.
 

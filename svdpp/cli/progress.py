@@ -243,7 +243,7 @@ class Progress(Bars):
         costs = self._means.costs_like(self._costs)
         try:
             of = summarise(simulate_schedule(self._schedule, costs), len(self._schedule))
-        # these errors are raised until a transfer between hosts has been measured
+        # the simulation raises an error until a transfer between hosts has been measured
         except (RequestError, ValueError):
             return None
         return of.makespan + (self.num_clips - of.clips) * of.seconds_per_clip
@@ -259,7 +259,7 @@ class ServerProgress(Progress):
     """
 
     def __init__(self, console: Console, title: str, labels: Sequence[str]) -> None:
-        # must be set before rich calls `get_renderables`
+        # the ETA must be set before rich calls `get_renderables`
         self._eta: tuple[float, float] | None = None
         super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
 
@@ -371,7 +371,7 @@ class _LogFile(RotatingFileHandler):
 
     def close(self) -> None:
         """Close the file, even if its buffer cannot be written."""
-        with contextlib.suppress(OSError):  # the disk may still be full
+        with contextlib.suppress(OSError):  # closing writes the buffer, and the disk may be full
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002

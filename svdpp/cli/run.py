@@ -336,7 +336,7 @@ class RunCommand:
         reader = self.line_reader
         assert reader is not None
         jobs, errors = reader.read(reader.file.lines())
-        # If there are jobs, `check_jobs` checks them too, and raises all errors together.
+        # If there are jobs, `check_jobs` checks them, and raises the errors of all lines together.
         if not jobs:
             self._raise_line_errors(errors, 0)
             raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")

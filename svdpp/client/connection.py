@@ -220,7 +220,7 @@ def _error_in(response: httpx2.Response) -> dict[str, Any]:
     try:
         error = response.json()["error"]
         if not isinstance(error["message"], str):
-            raise ValueError("it is not an error of svdpp")
+            raise ValueError("the body is not an error of svdpp")
     except (ValueError, KeyError, TypeError):
         error = {"message": f"HTTP {response.status_code} {response.reason_phrase}"}
     return {"hint": "", "code": "", **error, "details": error.get("details") or {}}

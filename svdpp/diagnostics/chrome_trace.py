@@ -83,7 +83,7 @@ class TraceFile:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file, before = self._path.open("w"), "[\n"
         self._file.write(before + ",\n".join(map(json.dumps, self._unwritten)))
-        self._file.flush()  # with this, the events are in the file even if this process is killed
+        self._file.flush()  # so that the file keeps the events if the process is killed
         self._unwritten.clear()
 
     def _events(self, rank: int, event: Event) -> Iterator[_TraceEvent]:

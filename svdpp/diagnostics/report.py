@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     """Estimated seconds by which the run would be shorter without this cause."""
 
 
-# Format of a command-line option, from its name and value.
+# Format string of a command-line option: it takes the name and the value of the option.
 _OPTION_FORMAT = "--{} {}"
 
 

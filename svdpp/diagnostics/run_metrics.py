@@ -326,7 +326,7 @@ def _forecast(costs: CostModel | None, schedule: Schedule | None, world_size: in
         return None
     try:
         return summarise(simulate_schedule(schedule, costs), world_size).makespan
-    # these errors are raised if transfers between hosts were not measured
+    # the simulation raises an error if transfers between hosts were not measured
     except (RequestError, ValueError):
         return None
 

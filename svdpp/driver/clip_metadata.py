@@ -239,7 +239,8 @@ class _ClipMetadata(BaseModel):
     input_sha256: _Sha256 | None
     last_image: str | None = None  # the field exists only for clips that end at an image
     last_image_sha256: _Sha256 | None = None
-    references: list[str] = Field(default_factory=list)  # only for clips that have references
+    # The next two fields exist only for clips that have references.
+    references: list[str] = Field(default_factory=list)
     references_sha256: list[_Sha256] = Field(default_factory=list)
     output: str
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]

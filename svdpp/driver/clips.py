@@ -214,7 +214,7 @@ class ClipTracker:
         self._finished: dict[int, ClipHandle] = {}
         # Requests of cancelled clips that the ranks have not dropped yet, by clip index.
         self._cancelled: dict[int, ClipRequest] = {}
-        # Thread that lists and removes files, because a folder may not respond.
+        # A separate thread lists and removes files, because a folder may not respond.
         self._files = FileThread("checkpoints")
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
@@ -323,7 +323,7 @@ class ClipTracker:
             handle.set_exception(reraisable(error))
 
     def forget_result(self, handle: ClipHandle) -> None:
-        """Forget a clip's result, because its handle has returned it: `results` skips it."""
+        """Forget a result that the clip's handle has returned, so that `results` skips it."""
         with self._changed:
             self._finished.pop(handle.clip, None)
 

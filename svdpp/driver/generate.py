@@ -200,7 +200,7 @@ def _make(
     Raises:
         SvdppError: A clip failed, or the run has ended; the error has the finished clips.
     """
-    from svdpp.driver.clips import ClipResult  # this imports torch
+    from svdpp.driver.clips import ClipResult  # this import loads torch
 
     results: dict[int, ClipResult] = {}
     for (index, job), metadata in zip(plan.skipped_jobs, plan.skipped, strict=True):

@@ -196,7 +196,7 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End all ranks that a launcher started, if there is no work; called in place of the block.
+        """End all ranks that a launcher started, if there is no work; used instead of a with block.
 
         Raises:
             RankError: A rank does not connect in time.

@@ -20,7 +20,7 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-# must be shorter than the time for which the parent waits for the end of a rank
+# Timeout of leaving the group. The parent must wait longer than this for the end of a rank.
 _LEAVE_SECONDS = 20.0
 
 #: Open stores (`dist.Store`) of this process, by world, host and port.
@@ -30,7 +30,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group, from PIPELINE_BACKEND or by the devices.
+    """Return the backend of the process group: PIPELINE_BACKEND, or what suits the devices.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).

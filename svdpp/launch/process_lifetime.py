@@ -421,7 +421,7 @@ def remove_temp_folder(folder: str) -> bool:
     """
     gone = f"{folder}-gone"
     # The folder is renamed first, so that processes that still run cannot write into it. An OSError
-    # means that it does not exist, or that another process removes it.
+    # means that the folder does not exist, or that another process is removing it.
     with contextlib.suppress(OSError):
         os.rename(folder, gone)
     shutil.rmtree(gone, ignore_errors=True)

@@ -489,7 +489,7 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
         )
 
         def join() -> None:
-            from svdpp.launch import process_group  # this imports torch
+            from svdpp.launch import process_group  # this import loads torch
 
             process_group.join_file_store(world, start.backend, start.folder / "store")
 

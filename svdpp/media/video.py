@@ -378,7 +378,7 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) ->
         images, times = _read_animation(path, format)
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
-            # Webp stores successive equal frames as one, and one frame has no duration.
+            # Webp stores successive equal frames as one. If only one is left, it has no duration.
             count = len(frames)
         shape = (count, *images.shape[1:])
     if shape != frames.shape:

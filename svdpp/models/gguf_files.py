@@ -170,7 +170,8 @@ def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
         if version not in _VERSIONS:
             versions = " and ".join(map(str, _VERSIONS))
             raise ModelError(
-                f"GGUF version {version} is not supported: little-endian files of {versions} are",
+                f"GGUF version {version} is not supported: svdpp reads little-endian files of "
+                f"version {versions}",
                 "download a newer file",
                 details={"version": version, "versions": list(_VERSIONS)},
             )

@@ -286,7 +286,7 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
     """
 
     def check(path: Path) -> dict[str, int]:
-        read_safetensors_header(path)  # raises an error for a damaged file before any rank starts
+        read_safetensors_header(path)  # a damaged file is found before any rank starts
         return {} if checkpoint is None else check_tensors(path, checkpoint)
 
     found, path, ignored = find_file(

@@ -68,8 +68,8 @@ def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser:
             return
         kind = short_repr(values.get("quant_type"))
         raise config.error(
-            f"of denoisers quantised by TorchAO, svdpp runs those of TorchAoConfig({_KIND}()) "
-            f"alone, not {kind}: {_NOT_COMPARED}",
+            f"of denoisers quantised by TorchAO, svdpp runs only those of TorchAoConfig({_KIND}())"
+            f", not those of {kind}: {_NOT_COMPARED}",
             QUANTISED_HINT,
             details={**details, "quant_type": kind},
         )

@@ -486,7 +486,8 @@ def clip_times(
     free: defaultdict[int, float] = defaultdict(float)
     # time at which each rank had finished its work on all but its latest clip
     before: defaultdict[int, float] = defaultdict(float)
-    over: dict[tuple[int, int], float] = {}  # end of the last transfer on a link
+    # time at which the last transfer on each link ends
+    over: dict[tuple[int, int], float] = {}
     for clip in clips:
         end = here = 0.0
         begun, source = free[clip[0][0]], -1

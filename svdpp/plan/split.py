@@ -312,7 +312,7 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return the positions of the cuts of a clip, for each rank of the last stage that finishes it.
+    """Return the positions of a clip's cuts, for each rank of the last stage that can finish it.
 
     Only the last stage can have several ranks, which take turns. If one of them is slower, earlier
     stages run more steps of the clips that it finishes. The first or the last stage gets no steps

@@ -106,7 +106,7 @@ class FileStore:
             self.check()
             return
         with self._lock, contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # sets the time of the last use, which `evict` reads
+            os.utime(path)  # marks the file as used now, for `evict`
             return
         temporary = path.with_name(f".fetched-{secrets.token_hex(8)}")
         try:
@@ -116,7 +116,7 @@ class FileStore:
                 output_files.fsync(temporary)
                 os.replace(temporary, path)
         except FileNotFoundError:
-            self._probe()  # raises an error if the whole bucket is missing, and not only the object
+            self._probe()  # the probe raises an error if the whole bucket is missing
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -237,11 +237,11 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """Count the store as unavailable, from now on, while it does not have this queue's id."""
+        """From now on, treat the store as unavailable whenever it does not have this queue's id."""
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """Count the folder as unavailable, from now on, while it lacks the file of the queue.
+        """From now on, treat the folder as unavailable whenever it lacks the queue's file.
 
         Args:
             is_there: Function that returns whether the folder has the file of the queue.

@@ -314,8 +314,8 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
             dtype={part: component_dtype(checkpoint, part, model.dtype) for part in weighted},
             variant={part: checkpoint.variant_of(part) for part in weighted},
             use_safetensors=dict.fromkeys(weighted, True),
-            # Snapshots in the hub's cache, so that a repository that has changed since then is not
-            # read at another commit.
+            # The paths are snapshots in the hub's cache, so that no component is read at a newer
+            # commit of its repository.
             pretrained_model_name_or_path={each.part: str(each.root) for each in folders},
             subfolder={each.part: each.subfolder for each in folders},
             revision={each.part: None for each in folders},

@@ -278,7 +278,7 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     # `use_deterministic_algorithms` is not called, because it imports Inductor, which takes seconds
     # and creates a folder.
     torch.set_deterministic_debug_mode("error")
-    # Otherwise this mode fills new tensors with NaN, which takes time and changes no result.
+    # By default, the mode also fills new tensors with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
         # NVIDIA documents two values of this variable as reproducible. cuBLAS reads it when it is

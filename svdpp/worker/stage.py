@@ -298,7 +298,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the sender of the packet counts the seconds until now
+            packet.compute_seconds = 0.0  # the packet's sender counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             if action.part is None:
@@ -324,7 +324,8 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            is_decoded = action.clip in self._parts  # false if this rank's own part has failed
+            # This rank may have failed to decode its own part.
+            is_decoded = action.clip in self._parts
             whole = (lambda _: self._expected_part(action)) if is_decoded else None
             part = self._pending.pop(action.clip).wait(whole)
         packet.memory_pressure |= part.memory_pressure

@@ -113,7 +113,7 @@ def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
     def read(name: str) -> Any:
         try:
             return getattr(nvml, name)(handle)
-        # old GPUs, drivers and versions of pynvml do not have all values
+        # old GPUs, drivers and versions of pynvml do not report all values
         except (nvml.NVMLError, AttributeError):
             return None
 

@@ -212,7 +212,7 @@ def test_denoisers_that_torchao_quantised_in_another_way_are_refused(
     config = {"quant_method": "torchao", "quant_type": {"default": kind}, **further}
     edit_json(folder / CONFIG, quantization_config=config)
     error = error_of(folder)
-    assert "svdpp runs those of TorchAoConfig(Int8WeightOnlyConfig()) alone" in error.message
+    assert "svdpp runs only those of TorchAoConfig(Int8WeightOnlyConfig())" in error.message
     assert error.details["quant_type"]
 
 

@@ -343,7 +343,7 @@ def test_types_and_shapes_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (_header(b"w", 0, 0), r"'w' has the shape \[0\]"),
         (_header(b"w", 0, 2**62, 2**62), "the file is truncated"),
         (_header(b"\xff", 0, 1), "the name of a tensor is not UTF-8"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian files of 2 and 3 are"),
+        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "little-endian files of version 2 and 3"),
         (b"GGUF" + struct.pack("<IQQ", 3, 0, 0), "the file has no tensors"),
     ):
         file.write_bytes(content)

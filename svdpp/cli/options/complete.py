@@ -7,57 +7,57 @@ from svdpp.plan.costs import PRESETS
 
 
 def families(incomplete: str) -> list[str]:
-    """Return the families of models that complete a value.
+    """Return the families of models whose names begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     return [name for name in SAMPLING_CLASSES if name.startswith(incomplete)]
 
 
 def families_and_demos(incomplete: str) -> list[str]:
-    """Return the families and demo models that complete a value.
+    """Return the families and demo models whose names begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     known = (*SAMPLING_CLASSES, *DEMO_MODELS)
     return [name for name in known if name.startswith(incomplete)]
 
 
 def models(incomplete: str) -> list[str]:
-    """Return the built-in models and the default model that complete a value.
+    """Return the built-in models and the default model whose names begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     known = (*DEMO_MODELS, DUMMY_MODEL, DEFAULT_MODEL)
     return [name for name in known if name.startswith(incomplete)]
 
 
 def presets(incomplete: str) -> list[str]:
-    """Return the published costs that complete a value.
+    """Return the names of published costs that begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return the devices that complete a value.
+    """Return the devices whose names begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     return [name for name in ("auto", "cuda", "cpu") if name.startswith(incomplete)]
 
 
 def configurations(incomplete: str) -> list[str]:
-    """Return the shipped configurations of benchmarks that complete a value.
+    """Return the shipped benchmark configurations whose names begin with the typed text.
 
     Args:
-        incomplete: Beginning of the value, as typed so far.
+        incomplete: Text that the user has typed so far.
     """
     from svdpp.bench.config import shipped
 

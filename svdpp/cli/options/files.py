@@ -527,7 +527,7 @@ class TraceOptions:
         try:
             yield
         except BaseException:
-            # The error of the run is reported, and not that the trace cannot be written.
+            # The error of the run is reported instead of the failure to write the trace.
             with contextlib.suppress(OutputError):
                 file.close()
             raise

@@ -187,7 +187,7 @@ class PipelineOptions(ModelOptions):
 
     @property
     def parallel_fields(self) -> dict[str, Any]:
-        """Given fields of a `ParallelConfig`, by name; `cfg_parallel_size` can also be `auto`."""
+        """Fields of `ParallelConfig` that are set, by name; `cfg_parallel_size` may be `auto`."""
         given = layout_fields(self.parallel)
         if (size := given.get("cfg_parallel_size", "auto")) != "auto":
             given["cfg_parallel_size"] = int(size)

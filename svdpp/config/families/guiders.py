@@ -87,7 +87,7 @@ def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> Non
         if values.get(key, supported[0]) not in supported:
             raise guider.error(
                 f"skip_layer_config has another value of {key} than {supported[-1]}: svdpp runs "
-                "clips that skip whole layers of the denoiser",
+                "only clips that skip whole layers of the denoiser",
                 "remove the key from skip_layer_config",
                 details={"key": f"skip_layer_config.{key}", "supported": list(supported)},
             )

@@ -377,7 +377,7 @@ LTX2_MODULAR = replace(
     initial_latent_source=None,
     num_results_equal_latents=0,
     branches="replay",
-    # The steps of a clip from an image leave out the image, its first frame.
+    # In clips from an image, the steps leave out the first frame, which is the image.
     latent_frames=lambda _, sampling, frames: frames - sampling.from_image,
     check_sampling=_check_modular,
     call_arguments=_image_arguments,

@@ -158,7 +158,7 @@ SKYREELS_V2_FORCING = replace(
     # The pipeline appends the last image's latents to those that `prepare_latents` returns.
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     first_frames=lambda sampling: -int(sampling.has_last_image),
-    # the number is larger than any number of schedulers, so it means all schedulers
+    # A number above the number of schedulers means all schedulers.
     num_results_equal_latents=1_000,
     frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )

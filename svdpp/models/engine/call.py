@@ -106,7 +106,7 @@ class RangeCall:
         return self._packer.packet({**self._structure, "given": known})
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
-        return self  # pipelines copy their scheduler, which has an attribute with this object
+        return self  # pipelines copy their scheduler, an attribute of which refers to this object
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:

@@ -168,9 +168,10 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value that has the storage, shape and strides of a tensor, or else the tensor.
+    """Return the value with the storage, shape and strides of a tensor.
 
-    The packer recognises a tensor that occurs twice by its identity, and packs it once.
+    If there is no such value, the tensor itself is returned. The packer recognises a tensor that
+    occurs twice by its identity, and packs it once.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):

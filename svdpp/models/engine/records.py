@@ -45,7 +45,7 @@ _NOISE_RECORD = "prepare_latents"
 # do not contain them.
 _UNUSED = (
     *("video_processor.preprocess", "video_processor.preprocess_video"),
-    "preprocess_conditions",  # the method of `WanVACEPipeline` with the same purpose
+    "preprocess_conditions",  # prepares the images of `WanVACEPipeline`
 )
 
 _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_features")

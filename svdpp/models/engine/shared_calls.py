@@ -182,7 +182,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
     layout = (ours.shape, ours.stride(), ours.dtype)
     if layout != (theirs.shape, theirs.stride(), theirs.dtype):
         return False
-    as_bits = _INTEGERS[ours.dtype.itemsize]  # as integers, equal NaNs are equal
+    as_bits = _INTEGERS[ours.dtype.itemsize]  # because a NaN differs from itself
     return torch.equal(ours.view(as_bits), theirs.view(as_bits))
 
 

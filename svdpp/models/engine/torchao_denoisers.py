@@ -63,7 +63,7 @@ def quantise_fake_to_int8(module: Any, dtype: torch.dtype, fake: FakeTensorMode)
     """
     from torchao.quantization import Int8Tensor  # torchao is an optional dependency
 
-    # The rule of `TorchAoHfQuantizer.check_if_quantized_param` in diffusers 0.42.
+    # The condition is that of `TorchAoHfQuantizer.check_if_quantized_param` in diffusers 0.42.
     named = module.config.quantization_config.get("modules_to_not_convert") or ()
     kept = [*named, *(module._keep_in_fp32_modules or ())]
     for name, layer in module.named_modules():
