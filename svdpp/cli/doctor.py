@@ -93,7 +93,7 @@ def doctor(
 
 
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """Return the configuration to check: that of a run with these options and one step a rank."""
+    """Return the configuration to check: that of a run with these options and a step per rank."""
     # The checks download nothing, and have shorter timeouts than a run.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     readable, from_image = options, True

@@ -34,7 +34,7 @@ class Pipeline(PipelineRanks):
     clips are dropped. A pipeline can be entered only once.
 
     Under torchrun or srun, the pipeline joins the launcher's ranks instead of starting ranks. Then
-    only rank 0 enters the block; the other ranks call `serve`.
+    only rank 0 uses the `with` block; the other ranks call `serve`.
 
     Args:
         config: Configuration to run. The model's defaults replace fields that are None.
@@ -229,7 +229,7 @@ class Pipeline(PipelineRanks):
         if is_secondary_rank(self.world):
             assert self.world is not None, "a secondary rank is one of a launcher"
             raise ClosedError(
-                "only rank 0 enters the block: the other ranks call serve()",
+                "only rank 0 uses the pipeline in a with block: the other ranks call serve()",
                 details={"entering_rank": 0, "rank": self.world.rank},
             )
         with self._submit_lock:

@@ -262,7 +262,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return the library and the class name of a component; the class is None if it is missing."""
+    """Return the library and the class of a component; the class of a missing component is None."""
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]

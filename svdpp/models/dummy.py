@@ -159,7 +159,7 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a step; return the half of the latent that this rank of a pair computes, by name.
+        """Run a step; return, by name, the half of the latent that this rank of a pair computes.
 
         If the number of elements is odd, both halves contain the middle element.
         """

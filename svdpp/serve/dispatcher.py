@@ -263,7 +263,7 @@ class Dispatcher:
             return False
         clip.ranks_left = self._num_encoders
         clip.prepared_at = time.monotonic() + self._seconds_per_pixel * clip.job.input_pixels
-        self.preparing = clip  # assigned before the ranks can report `ImageReady`
+        self.preparing = clip  # the clip is stored before the ranks can report `ImageReady`
         try:
             pipeline.prepare_image(clip.request)
         except SvdppError:  # `submit` will raise the same error and record it

@@ -223,7 +223,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request's headers to the response's (to now, if there is none)."""
+        """Seconds from the request's headers to the response's, or to now without a response."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

@@ -196,7 +196,7 @@ class JobQueries:
         return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """Return the unix time of the oldest request that this server may claim; None: none."""
+        """Return the unix time of the oldest request that this server may claim, if any."""
         runnable, values = self._runnable
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"
         ((oldest,),) = self.backend.fetch_all(query, *values)

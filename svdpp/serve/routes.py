@@ -290,7 +290,8 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
     """Return the ids of the clips for an archive.
 
     Raises:
-        ApiError: No clip is completed, a requested clip is not, or more than `MAX_CLIPS` are.
+        ApiError: No clip is completed, a requested clip is not completed, or more than
+            `MAX_CLIPS` clips are completed and none was requested.
     """
     if ids:
         return [service.completed(id, owner).id for id in dict.fromkeys(ids)]

@@ -472,7 +472,7 @@ class ApiError(SvdppError):
         status: HTTP status.
         code: Identifier for programs, such as `queue_full`.
         message: One sentence that says what is wrong.
-        hint: Fix; "": none.
+        hint: Fix for the client; "": no fix.
         retry: Seconds after which the same request may succeed (Retry-After); None: never.
         headers: Further headers of the response.
         details: Values for programs, by name.
@@ -554,7 +554,7 @@ def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiE
 
     Args:
         faults: Entries of pydantic's `errors()`.
-        hint: Fix; "": none.
+        hint: Fix for the client; "": no fix.
     """
     reported = [
         {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}

@@ -259,7 +259,7 @@ class Service:
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
             loras: SHA-256 of LoRAs that the request may name, by name, which replace those of the
-                servers that run now. None: none.
+                servers that run now. None: nothing is replaced.
 
         Raises:
             ApiError: The server does not make such clips.

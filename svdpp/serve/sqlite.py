@@ -80,7 +80,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
     Args:
         folder: Data folder, which need not exist.
         allowed: Names of files that the folder may have.
-        restore: Beginning of the error's hint: advice how to restore the queue.
+        restore: Beginning of the error's hint: advice on how to restore the queue.
 
     Raises:
         RequestError: The folder has other files.

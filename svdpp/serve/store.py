@@ -260,7 +260,7 @@ class FileStore:
         """Whether the disk has too little free space to begin or accept a clip."""
         try:
             free, low = disk_space(self.folder)
-        except OSError:  # raised if the folder is gone or its disk is not mounted
+        except OSError:  # the folder is gone, or its disk is not mounted
             return True
         return free < low
 

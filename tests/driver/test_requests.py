@@ -132,7 +132,9 @@ def test_a_pipeline_cannot_be_used_before_its_block_which_only_rank_0_enters(
         Pipeline(config(), history_clips=0)
     for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ClosedError, match=r"only rank 0 enters the block: .* call serve"):
+    with pytest.raises(
+        ClosedError, match=r"only rank 0 uses the pipeline in a with block: .* call serve"
+    ):
         Pipeline(config()).__enter__()
 
 

@@ -33,7 +33,8 @@ def layout_options_field(**shown_defaults: str) -> Any:
     """Return a field of an option group that collects the options of a `ParallelConfig`.
 
     Args:
-        shown_defaults: Defaults, in words, that differ in a command, by option.
+        shown_defaults: Defaults of the command that differ from the usual ones, in words, by
+            option.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -87,7 +88,7 @@ def seconds_option(name: str, help: str) -> Any:
 
 
 def costs_option(default: str) -> Any:
-    """Return the option `--costs`, the cost model of plans, for a command's option group.
+    """Return the option `--costs`, the costs for plans, for a command's option group.
 
     Args:
         default: Default, in words.

@@ -62,7 +62,7 @@ KANDINSKY6 = FamilySpec(
     sampling=Kandinsky6Sampling,
     title="Kandinsky 6",
     example="kandinskylab/Kandinsky-6.0-Lite-5s-Diffusers",
-    # The hub could not be reached to read it.
+    # The license is not named here, because the hub could not be reached to read the model card.
     license="that of its model card",
     denoiser="Kandinsky6Transformer3DModel",
     text_pipeline="Kandinsky6TI2VAPipeline",

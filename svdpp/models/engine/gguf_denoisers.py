@@ -130,7 +130,10 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _can_be_quantised(module: Any, name: str) -> bool:
-    """Whether diffusers reads a quantised weight of this name: of a linear or a float32 layer."""
+    """Whether diffusers can read this weight in quantised form.
+
+    It can for weights of linear layers, and of layers that it keeps in float32.
+    """
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
     path, _, kind = name.rpartition(".")

@@ -59,7 +59,7 @@ class EngineModel:
         makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        # Structures of the denoiser's results, which the first steps of a pair find out; see
+        # Structures of the denoiser's results, which a pair learns in its first steps; see
         # `outputs` of `GuidanceBranches`, and of `SharedCalls`.
         self._outputs: dict[torch.Size, Node] = {}
         self._shared_outputs: list[Node] = []
@@ -305,7 +305,7 @@ class EngineModel:
         if not self._spec.cuts_prompts:
             return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        # a processor of text and images would take the prompt in its first argument for an image
+        # The first argument of a processor of text and images is an image, not a prompt.
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids

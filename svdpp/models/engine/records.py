@@ -230,7 +230,7 @@ def _output_class(path: str) -> Any:
     """
     cls = library_class(path)
     if not issubclass(cls, OrderedDict):
-        raise ValueError(f"a packet names the class {path}")
+        raise ValueError(f"a packet names the class {path}, which is not allowed")
     return cls
 
 
@@ -257,7 +257,7 @@ def library_class(path: str) -> Any:
         for part in name.split("."):
             found = getattr(found, part)
     if not isinstance(found, type):
-        raise ValueError(f"a packet names the class {path}")
+        raise ValueError(f"a packet names the class {path}, which is not allowed")
     return found
 
 
