@@ -242,8 +242,8 @@ def connected(
     Raises:
         SvdppError: The URL is wrong, or the server does not respond.
     """
-    # The first request waits at most 5 s, long enough for a server that restarts at this moment, so
-    # that a wrong URL is reported soon.
+    # The first request waits at most 5 s, so that a wrong URL is reported soon. A server that is
+    # just restarting responds within this time.
     with Connection(url, key, patience_seconds=min(5.0, patience_seconds)) as first:
         first.get("/v1/models")
     with Connection(url, key, patience_seconds=patience_seconds, say=say) as connection:

@@ -41,8 +41,8 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
-# Number of frames that is assumed for a clip when the largest clip is searched for before the
-# model's configs are read. Published SVD models make 14 or 25 frames.
+# Number of frames that each clip is assumed to have in the search for the largest clip, as long as
+# the model's configs have not been read. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (

@@ -417,7 +417,7 @@ def start_ranks(
     group = WorkerGroup(workers, start.folder, is_forked=method == "forkserver")
     try:
         _start_processes(workers, start, method, preload, start_timeout)
-    except BaseException:  # usually a signal interrupts the start
+    except BaseException:  # usually a signal that arrives during the start
         group.kill()
         # the fork server must go on if other groups of ranks use it: it knows their exit codes
         if not _groups:

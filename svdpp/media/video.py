@@ -211,7 +211,7 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return the properties of a clip's PNG files that make a viewer change their pixels.
+    """Return the properties of a clip's PNG files that make a viewer show other pixels.
 
     Returns:
         A clause for each property, with the first file that has it.

@@ -271,7 +271,7 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     library, name, where = entry
     places = ("subfolder", "pretrained_model_name_or_path", "repo")
     if name is None and not any(map(where.get, places)):
-        # diffusers writes such an entry if the pipeline was saved without this component
+        # diffusers writes an entry without a place if a pipeline is saved without the component
         return _LIBRARIES[0], None
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:

@@ -380,7 +380,7 @@ def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
-    """Return the actions of a rank, with each RECV before the work of the previous visit."""
+    """Return the actions of a rank, with each RECV moved before the work on the previous clip."""
     ordered: list[Action] = []
     for index, visit in enumerate(visits):
         posted = visits[:2] if index == 0 else visits[index + 1 : index + 2]

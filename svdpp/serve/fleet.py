@@ -169,7 +169,7 @@ class EtaEstimator:
 
     def _estimate_all(self) -> dict[str, Estimate]:
         # The waiting jobs are read before the running clips, so that a job that is claimed in
-        # between is in both lists, and not in neither.
+        # between is in both lists. In the other order it could be in neither.
         waiting = self._queue.waiting()
         clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
         rates = self._rates()
@@ -207,7 +207,7 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank has finished its part of the clip begun last."""
+        """Return the seconds until the first rank has finished its part of the newest clip."""
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
 

@@ -72,7 +72,7 @@ class PeriodicThread:
         while not is_last:
             self._is_woken.wait(delay)
             self._is_woken.clear()
-            # read after the event was cleared, so that no `close` is missed
+            # `is_closing` is read after the event was cleared, so that no `close` is missed
             is_last = self.is_closing
             delay = max(self._interval_seconds, _RETRY_SECONDS)
             try:

@@ -167,7 +167,7 @@ def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
     return {
         **{field: getattr(sampling, param.name) for field, param in params.items()},
         "size": format_size(sampling.width, sampling.height),
-        "seconds": f"{sampling.frames / sampling.fps:.2f}",  # a string, as in OpenAI's API
+        "seconds": f"{sampling.frames / sampling.fps:.2f}",  # text, as in OpenAI's API
         "fit": sampling.fit,
     }
 

@@ -300,7 +300,7 @@ class _Comparison:
         for (first_rank, step), branch in itertools.product(steps, (0, 1)):
             name = f"step{step}_branch{branch}"
             if branch == 1 and not self.theirs.has(clip, name):
-                continue  # the step has one evaluation: the guidance is off in it
+                continue  # the step has only one evaluation, because its guidance is off
             location = CheckLocation(clip, step, first_rank + branch)
             our, their = (store.load(clip, name)[PREDICTION] for store in (self.ours, self.theirs))
             yield replace(self._compare("prediction", our, their, location, axes), branch=branch)

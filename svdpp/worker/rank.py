@@ -368,5 +368,5 @@ class CommandReceiver:
             case Stop():
                 self._is_stopped = True
             case _:
-                pass  # ignores a `Cancel` for a clip that this rank has already finished
+                pass  # a `Cancel` for a clip that this rank has finished has no effect
         return True

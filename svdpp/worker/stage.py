@@ -76,8 +76,8 @@ class PipelineStage:
         # Packets (clip, step) that this rank should have sent since it was last idle, by peer and
         # channel. `idle` compares them with `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensor shapes and dtypes of the first packet of each kind. A kind is a kind of request,
-        # and a step.
+        # Tensor shapes and dtypes of the first packet of each kind. The kind of
+        # the request and the step determine the kind of the packet.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
