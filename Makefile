@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 RUNTIME := $(if $(BUNDLE)$(wildcard $(STAMP)),$(STAMP),$(VENV)/.installed-runtime)
 DEMO := demo-out
 SERVED := serve-demo-data
+TORCHAO := $(CURDIR)/build/torchao
 ARGS ?=
 FOR ?= 3.12
 
@@ -26,7 +27,7 @@ NO_RANKS := lint.flake8-tidy-imports.banned-api={ \
 
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help demo serve-demo test test-ci test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
+.PHONY: help demo serve-demo test test-ci test-torchao test-full test-jitter test-gpu rehearse-gpu offline-bundle soak soak-serve soak-fleet \
   lint format types imports pre-commit coverage docs check-docs clean
 
 help: ## Show these targets
@@ -47,8 +48,15 @@ test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects s
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-ci: $(STAMP) ## Run the other tests: processes, faults, commands, rehearsed GPU tests
-	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal \
+	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),5) --dist worksteal \
 	  -m "(slow or gpu) and not full" $(ARGS)
+
+# With torchao installed, every process of every test would import it, so it is kept apart.
+test-torchao: $(STAMP) ## Run the tests of int8 checkpoints, with torchao in a folder of its own
+	$(BIN)/python -m pip install $(QUIET) --disable-pip-version-check --no-deps --upgrade \
+	  --target $(TORCHAO) -c constraints.txt torchao
+	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal \
+	  -m "not full" tests/models/test_torchao.py $(ARGS)
 
 test-full: $(STAMP) ## Run the full test grids, which CI leaves out
 	$(BIN)/python -m pytest -m full $(ARGS)
