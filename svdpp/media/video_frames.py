@@ -60,6 +60,9 @@ def decode_video(
         path: Path of the file, for messages.
         count: Number of frames.
         max_pixels: Maximum number of pixels of a frame.
+
+    Raises:
+        InputError: The file has fewer than `count` frames, cannot be decoded, or exceeds a limit.
     """
     demuxer = demuxer_of(data)
     if demuxer is not None:

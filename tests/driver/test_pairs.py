@@ -375,7 +375,7 @@ def test_a_clip_of_one_tile_is_decoded_by_one_rank(tmp_path: Path) -> None:
     config = PipelineConfig(world_size=2, model=model, sampling=WanSampling(**WAN), parallel=PAIRED)
     assert resolve_config(config)[0].parallel.decode_parallel_size == 1
     two = replace(config, parallel=replace(PAIRED, decode_parallel_size=2))
-    with pytest.raises(RequestError, match=r"needs 2 tiles, but .* in 1") as caught:
+    with pytest.raises(RequestError, match=r"needs 2 tiles, but .* only 1") as caught:
         resolve_config(two)
     assert caught.value.details == {"decode_ranks": 2, "tiles": 1}
     untiled = replace(two, model=replace(model, vae_tiling=False))

@@ -295,7 +295,7 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ),
         (SKIPS, GUIDER, {"skip_layer_guidance_layers": [0]}, "diffusers fails in"),
         (SKIPS, GUIDER, {"skip_layer_config": None}, "must name layers of the denoiser"),
-        (SKIPS, GUIDER, {"skip_layer_config": [{"indices": [2]}]}, "by `indices` from 0 to 1"),
+        (SKIPS, GUIDER, {"skip_layer_config": [{"indices": [2]}]}, "by indices from 0 to 1"),
         (
             *(SKIPS, GUIDER),
             {"skip_layer_config": {"indices": [0], "dropout": 0.5}},

@@ -129,7 +129,7 @@ def test_cancellations_are_taken_between_steps_and_forgotten_with_their_clips() 
 @pytest.mark.parametrize("family", SAMPLING_CLASSES)
 def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     kind = SAMPLING_CLASSES[family]
-    own = dict.fromkeys(extra_params(kind), 1)
+    own = {name: max(1, param.lowest) for name, param in extra_params(kind).items()}
     own |= {"guidance_scale_2": 3.0, "flow_shift": 5.0} if family == "wan" else {}
     sampling = kind(**own, num_inference_steps=7)
     job = ClipJob(clip=0, request=ClipRequest(seed=0, sampling=sampling))

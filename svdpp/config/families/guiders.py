@@ -79,7 +79,7 @@ def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> Non
         and all(type(index) is int and 0 <= index < layers for index in indices)
     ):
         raise guider.error(
-            f"skip_layer_config must name layers of the denoiser by `indices` from 0 to "
+            f"skip_layer_config must name layers of the denoiser by indices from 0 to "
             f'{layers - 1}, such as {{"indices": [{layers // 2}]}}',
             details={"key": "skip_layer_config.indices", "lowest": 0, "highest": layers - 1},
         )
