@@ -48,7 +48,7 @@ test: $(STAMP) ## Test the installation in two minutes; ARGS="-k name" selects s
 	$(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal -m "not slow and not gpu" $(ARGS)
 
 test-ci: $(STAMP) ## Run the other tests: processes, faults, commands, rehearsed GPU tests
-	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),5) --dist worksteal \
+	GPU_REHEARSAL=1 GPU_REPORT=build $(BIN)/python -m pytest -n $(or $(WORKERS),4) --dist worksteal \
 	  -m "(slow or gpu) and not full" $(ARGS)
 
 # With torchao installed, every process of every test would import it, so it is kept apart.
@@ -58,8 +58,8 @@ test-torchao: $(STAMP) ## Run the tests of int8 checkpoints, with torchao in a f
 	PYTHONPATH=$(TORCHAO) $(BIN)/python -m pytest -n $(or $(WORKERS),2) --dist worksteal \
 	  -m "not full" tests/models/test_torchao.py $(ARGS)
 
-test-full: $(STAMP) ## Run the full test grids, which CI leaves out
-	$(BIN)/python -m pytest -m full $(ARGS)
+test-full: $(STAMP) ## Run what test-ci leaves out, which takes hours: full grids, more kills
+	$(BIN)/python -m pytest -n $(or $(WORKERS),3) --dist worksteal -m "full and not gpu" $(ARGS)
 
 test-jitter: $(STAMP) ## Run the tests with random pauses of processes and threads; JITTER_SEED=7
 	$(BIN)/python -m pytest -p tools.jitter.plugin -n $(or $(WORKERS),2) --dist worksteal \

@@ -130,8 +130,19 @@ def _settings(name: str, arguments: list[str]) -> list[str]:
     return [word for word in words if word != "--overwrite" or "--resume" not in arguments]
 
 
+#: Pages whose commands take half a minute and more.
+_LONG = ("batches.md", "models.md", "report.md", "verification.md")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [name for name, shown in _SHOWN.items() if shown])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(name, marks=pytest.mark.full if name in _LONG else ())
+        for name, shown in _SHOWN.items()
+        if shown
+    ],
+)
 def test_commands_run(
     page: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
         pytest.param(
             {},
             {"width": 96, "height": 64, "fps": 23.976, "motion_bucket_id": 200},
-            marks=pytest.mark.slow,
+            marks=FULL,
         ),
         pytest.param({}, {"num_frames": 3, "decode_chunk_size": 2}, marks=pytest.mark.slow),
         pytest.param(
@@ -68,13 +68,11 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
             marks=pytest.mark.slow,
         ),
         pytest.param({}, {"max_guidance_scale": 1.0}, marks=pytest.mark.slow),
-        pytest.param(
-            {}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=pytest.mark.slow
-        ),
-        pytest.param({}, {"num_inference_steps": 1}, marks=pytest.mark.slow),
-        pytest.param({}, {"num_frames": 1, "max_guidance_scale": 1.0}, marks=pytest.mark.slow),
+        pytest.param({}, {"max_guidance_scale": 0.5, "min_guidance_scale": 0.5}, marks=FULL),
+        pytest.param({}, {"num_inference_steps": 1}, marks=FULL),
+        pytest.param({}, {"num_frames": 1, "max_guidance_scale": 1.0}, marks=FULL),
         pytest.param({}, {"fit": "crop", "width": 128}, marks=pytest.mark.slow),
-        pytest.param({}, {"fit": "pad", "width": 128}, marks=pytest.mark.slow),
+        pytest.param({}, {"fit": "pad", "width": 128}, marks=FULL),
         pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         pytest.param({"channels_last": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
@@ -152,6 +150,7 @@ def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_24_megapixels_take_a_tenth_of_the_memory_of_diffusers_own() -> None:
     image = Image.new("RGB", (6000, 4000))
     assert allocated_peak(lambda: resize_for_clip(image)) < 0.37 * 2**30

@@ -82,6 +82,7 @@ def test_a_demo_refuses_what_the_other_one_takes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_prompts_steer_the_clips_of_demo_text(tmp_path: Path) -> None:
     """Two prompts in one run: their embeddings have 10 and 9 tokens, as Latte drops padding."""
     (tmp_path / "prompts.txt").write_text(

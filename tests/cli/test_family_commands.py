@@ -348,6 +348,7 @@ def test_references_of_another_family_are_refused() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Path) -> None:
     first, last = tmp_path / "first.jpg", tmp_path / "last.jpg"
     shutil.copy(PHOTO, first)
@@ -375,6 +376,7 @@ def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_lines_with_loras_of_their_own_are_made_by_the_same_ranks(
     folder: Path, tmp_path: Path
 ) -> None:

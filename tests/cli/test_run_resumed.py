@@ -87,6 +87,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
     assert all(len(read_frames(clip, "mp4")) == 2 for clip in out.glob("*.mp4"))
 
 
+@pytest.mark.full
 def test_a_jobs_file_is_killed_changed_resumed_and_proven(tmp_path: Path) -> None:
     """Two sizes and two numbers of steps on two ranks; a changed line is made again alone."""
     shutil.copy(PHOTOS[0], tmp_path / "a.jpg")
@@ -205,6 +206,7 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> N
     assert "diffusers" not in loaded
 
 
+@pytest.mark.full
 def test_a_disk_that_fills_up_keeps_the_clips_that_are_whole(tmp_path: Path) -> None:
     plan, gate = tmp_path / "plan.json", tmp_path / "gate"
     stop = {"kind": "hang", "rank": 0, "clip": 4, "place": "encode", "until": str(gate)}

@@ -72,6 +72,7 @@ def test_refusals_show_none(home: Path, env: dict[str, str], line: str, code: in
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path: Path) -> None:
     """With the most verbose output."""
     log = tmp_path / "run.jsonl"

@@ -163,6 +163,7 @@ def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_bench_measures_every_case_and_its_costs_make_a_plan(
     benched: tuple[Path, Answer],
 ) -> None:

@@ -209,6 +209,7 @@ def test_photographs_of_strangers_names(out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_clip_in_tiles_is_kept_and_verified_with_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,6 +273,7 @@ def test_the_progress_bar_counts_steps_and_clips(shown: tuple[bool, bool]) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_script_without_a_guard_is_told_so_and_starts_no_chain(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

@@ -389,6 +389,7 @@ def test_ranks_that_need_more_than_is_free_are_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_an_estimate_changes_nothing_that_the_threads_of_a_process_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

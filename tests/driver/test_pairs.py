@@ -81,8 +81,8 @@ def config_of(
     ("name", "dtype", "layout"),
     [
         ("t2v-two-experts", "fp32", {"world_size": 4, "split": "alternating"}),
-        ("i2v", "bf16", {"world_size": 4, "replicas": 2}),
-        ("5b", "fp32", {"share_experts": False}),
+        pytest.param("i2v", "bf16", {"world_size": 4, "replicas": 2}, marks=MORE),
+        pytest.param("5b", "fp32", {"share_experts": False}, marks=MORE),
         ("t2v-two-experts", "fp32", {"cfg_parallel": 1, "share_experts": True}),
         ("t2v-two-experts", "fp32", {"cfg_parallel": 1, "world_size": 3, "split": "alternating"}),
         *(
@@ -135,7 +135,14 @@ def test_verify_names_what_differs_first(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["half of one rank", "half of a pair", "the decode"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "half of one rank",
+        pytest.param("half of a pair", marks=pytest.mark.full),
+        pytest.param("the decode", marks=pytest.mark.full),
+    ],
+)
 def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     """From one rank to a pair, or back; both ranks of a pair decode what only lacks its decode."""
     if lost == "the decode":
@@ -350,9 +357,12 @@ TILED_HUNYUAN = HunyuanVideoSampling(
 @pytest.mark.parametrize(
     ("family", "sampling", "parallel"),
     [
-        ("wan", TILED_WAN, PAIRED),
+        pytest.param("wan", TILED_WAN, PAIRED, marks=pytest.mark.full),
         ("ltx", TILED_LTX, ParallelConfig(decode_parallel_size=2)),
-        ("hunyuan_video", TILED_HUNYUAN, ParallelConfig(decode_parallel_size=2)),
+        pytest.param(
+            *("hunyuan_video", TILED_HUNYUAN, ParallelConfig(decode_parallel_size=2)),
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_tiles_of_two_ranks_give_the_bits_of_diffusers_with_tiles(

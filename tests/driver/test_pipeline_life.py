@@ -290,6 +290,7 @@ def _held() -> int:
     return sum(len(each) for each in gc.get_objects() if type(each) in collections)
 
 
+@pytest.mark.full
 def test_many_clips_leave_no_growing_collection_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

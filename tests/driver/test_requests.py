@@ -88,7 +88,7 @@ def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "index",
-    [pytest.param(index, marks=[pytest.mark.slow] if index % 2 else []) for index in range(11)],
+    [pytest.param(index, marks=[pytest.mark.full] if index % 3 else []) for index in range(11)],
 )
 def test_every_program_of_the_page_prints_what_it_says(
     index: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -161,6 +161,7 @@ with Pipeline(config()) as pipeline:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("source", ["file", "stdin"])
 def test_a_script_that_ranks_cannot_import_is_told_what_to_do(tmp_path: Path, source: str) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)

@@ -66,7 +66,7 @@ def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     assert not rest or writes
 
 
-@pytest.mark.parametrize("by_signal", [False, True])
+@pytest.mark.parametrize("by_signal", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_stopped_fork_server_does_not_hang_the_start(
     start: StartCommand, by_signal: bool
 ) -> None:
@@ -113,6 +113,7 @@ def test_ranks_listen_on_loopback_and_end_with_a_killed_parent(start: StartComma
     command.assert_gone(seconds=1)
 
 
+@pytest.mark.full
 def test_a_parent_killed_while_an_mp4_is_written(start: StartCommand, home: Path) -> None:
     out = home / "out"
     command = start(*RUN, str(out), plan={})
@@ -148,6 +149,7 @@ def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
     return start(*TORCHRUN, "{plan}", *SIMULATE, plan={"stop": stop, **plan})
 
 
+@pytest.mark.full
 def test_a_wrong_request_is_told_once_and_without_tracebacks(start: StartCommand) -> None:
     """The agent signals the other ranks in the middle of their reports to rank 0."""
     program = ("--no-python", sys.executable, "-m", "svdpp")
@@ -157,6 +159,7 @@ def test_a_wrong_request_is_told_once_and_without_tracebacks(start: StartCommand
     assert "svdpp/cli" not in command.errors, "a traceback of our own"
 
 
+@pytest.mark.full
 def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
     command = _start(start, STANDING)
     command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
@@ -165,6 +168,7 @@ def test_ranks_end_with_a_killed_agent(start: StartCommand) -> None:
     command.assert_gone(seconds=1)
 
 
+@pytest.mark.full
 def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Path) -> None:
     gate = home / "gate"
     command = _start(start, {**STANDING, "kind": "raise", "until": str(gate)})

@@ -73,6 +73,17 @@ CASES: dict[str, tuple[int, str, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
+#: Every damage of each model's packets; those of SVD are like those of Wan, but for the shape.
+DAMAGED = [
+    pytest.param(
+        *(model, damage),
+        marks=pytest.mark.full if model == "svd" and damage != "width" else (),
+    )
+    for model in MODELS
+    for damage in CASES
+]
+
+
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PipelineConfig]:
     """Two ranks with one step each, of the dummy, SVD's demo model and a tiny Wan."""
@@ -92,8 +103,7 @@ def config_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pipel
     return config
 
 
-@pytest.mark.parametrize("damage", CASES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "damage"), DAMAGED)
 def test_the_rank_that_sent_is_named(
     config_of: Callable[[str], PipelineConfig], model: str, damage: str
 ) -> None:

@@ -280,6 +280,7 @@ def test_a_rank_that_never_starts() -> None:
     assert "`start_timeout_seconds`" in caught.value.hint
 
 
+@pytest.mark.full
 def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:
     """The whole command: partly written files are removed, complete ones stay."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
@@ -294,6 +295,7 @@ def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -
     assert "memory" in command.errors
 
 
+@pytest.mark.full
 def test_a_rank_that_raises(start: StartCommand, home: Path) -> None:
     """At the second clip, after the first is done."""
     gate = home / "gate"

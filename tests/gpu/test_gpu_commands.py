@@ -57,6 +57,7 @@ def test_run_makes_clips_and_verify_proves_one(machine: Machine, tmp_path: Path)
         assert {"gpu", "cudnn", "driver", "matmul_tf32"} <= record["conditions"].keys()
 
 
+@pytest.mark.full
 def test_profile_measures_costs_that_a_plan_takes(machine: Machine, tmp_path: Path) -> None:
     costs, ranks = tmp_path / "costs.json", str(machine.everywhere[0])
     svdpp("profile", *machine.options, "--repeats", "1", "--out", str(costs))

@@ -56,6 +56,7 @@ def test_all_cards_at_full_size_are_exact(
     report.prove(f"full size, {world_size} cards, {layout}", config, requests)
 
 
+@pytest.mark.full
 def test_twenty_runs_of_the_demo_have_the_same_bits(machine: Machine, report: Report) -> None:
     found = set()
     for _ in range(2 if machine.is_small else 20):
@@ -77,6 +78,7 @@ def test_a_killed_rank_is_named_and_nobody_hangs(
     assert seconds < allowing_for_others(15)
 
 
+@pytest.mark.full
 def test_the_makespan_is_what_the_forecast_says(
     machine: Machine, report: Report, full_size: Path
 ) -> None:

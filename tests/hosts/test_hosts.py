@@ -240,6 +240,7 @@ def bits_of_one_host(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     return _bits(folder)
 
 
+@pytest.mark.full
 def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     hosts: Hosts, tmp_path: Path, bits_of_one_host: Bits
 ) -> None:
@@ -277,6 +278,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
         assert {line["record"]["extra"]["rank"] for line in lines} - {"-"} == ranks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "private", ["--out", *(pytest.param(n, marks=FULL) for n in ("images", "--latents-dir"))]
 )

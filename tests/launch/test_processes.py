@@ -105,7 +105,7 @@ def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     "command",
     [
-        ("run", PHOTO, "--device", "cuda", "--out", "out"),
+        pytest.param(("run", PHOTO, "--device", "cuda", "--out", "out"), marks=pytest.mark.full),
         pytest.param(("verify", "--device", "cuda"), marks=pytest.mark.full),
         pytest.param(("doctor", "--device", "cuda", "--out", "out"), marks=pytest.mark.full),
     ],

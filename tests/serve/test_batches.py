@@ -271,6 +271,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
         assert not list((folder / "photos").glob("*.jsonl"))
 
 
+@pytest.mark.full
 def test_another_server_of_the_fleet_goes_on_with_a_batch(start: Callable[..., HttpServer]) -> None:
     first, other = start(*QUICK, "--lease", "2"), start(*QUICK, "--lease", "2")
     lines = [line(f"{index}", picture(index), steps=1) for index in range(8)]

@@ -109,6 +109,7 @@ def test_a_clock_is_trusted_after_ten_minutes(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(_FAKETIME is None, reason="needs libfaketime: apt-get install libfaketime")
 def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,6 +235,7 @@ def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_server_says_that_its_files_are_not_mounted(
     start: Callable[..., HttpServer], tmp_path: Path
 ) -> None:

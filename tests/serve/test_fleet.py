@@ -193,6 +193,7 @@ def _begun(server: HttpServer, request: str) -> list[str]:
     return ids
 
 
+@pytest.mark.full
 @pytest.mark.timing
 def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path) -> None:
     """And a server beside a rank that is stopped."""

@@ -135,6 +135,7 @@ def test_loras_that_do_not_fit_are_named_at_the_start(ltx: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_clips_with_loras_that_requests_name_are_made_and_proven(
     driver: Any, tmp_path: Path
 ) -> None:

@@ -99,6 +99,7 @@ def test_clips_wait_for_space(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk:
         folder = disk / "data"

@@ -222,6 +222,7 @@ def test_further_videos_are_checked(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_further_videos_are_kept_beside_the_image(
     animate: HttpServer, uploads: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -240,6 +241,7 @@ def test_further_videos_are_kept_beside_the_image(
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_the_page_asks_for_further_videos(
     driver: Any, animate: HttpServer, uploads: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -438,6 +440,7 @@ def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.usefixtures("one_thread")
 def test_a_clip_that_ends_at_an_image_has_the_bits_of_diffusers(tmp_path: Path) -> None:
     folder = save_tiny_wan(tmp_path / "wan", image=True, boundary_ratio=0.9)

@@ -194,6 +194,7 @@ SMALL = ("--frames", "2", "--height", "64", "--width", "64")
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
     with HttpServer(tmp_path / "data", *DEMO, *SMALL) as server:
         server.wait_ready()
@@ -346,6 +347,7 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_under_torchrun_the_clip_in_progress_is_finished_within_the_grace(tmp_path: Path) -> None:
     """torchrun sends SIGTERM to all ranks at once."""
     launcher = (

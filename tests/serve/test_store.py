@@ -31,6 +31,7 @@ def store(tmp_path: Path, bucket: str) -> FileStore:
     return FileStore(tmp_path / "own", bucket)
 
 
+@pytest.mark.full
 def test_servers_share_a_bucket_outlive_it_and_one_of_them_is_killed(
     start: Callable[..., HttpServer], bucket: str, store: FileStore, swift: Swift
 ) -> None:

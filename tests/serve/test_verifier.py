@@ -96,6 +96,7 @@ def _child() -> int:
     return _children()[0]
 
 
+@pytest.mark.full
 def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
@@ -148,6 +149,7 @@ def test_owners_take_turns_in_verifications(tmp_path: Path) -> None:
         assert turns == ["bob", "alice", "bob", "alice"]
 
 
+@pytest.mark.full
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:

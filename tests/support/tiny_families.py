@@ -37,7 +37,8 @@ CASES: Mapping[str, Case] = {
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
 #: Words in the names of cases that differ from another one in scheduler, guidance or the number of
-#: references alone, or whose image is encoded as that of another family.
+#: references alone, whose image is encoded as that of another family, or that resemble another case
+#: and take seconds.
 _ALIKE = (
     "euler",
     "order",
@@ -57,6 +58,11 @@ _ALIKE = (
     "22-modular-skipped",
     "vace-modular-momentum",
     "vace-modular-skipped",
+    "vace-modular-image",
+    "ltx2-modular-image",
+    "ltx2-condition-last-image",
+    "minimax-h3-image",
+    "kandinsky6-distilled",
     "replace-guided",
     "control-references",
     "modular-references",
