@@ -278,7 +278,10 @@ UNREAD = {
 #: The same in packets of modular pipelines, by their whole names.
 UNREAD_OF_MODULAR = {
     **dict.fromkeys(
-        ("guider._timestep", "_step", "_num_inference_steps", "_count_prepared"),
+        (
+            *("guider._timestep", "audio_guider._timestep"),
+            *("_step", "_num_inference_steps", "_count_prepared"),
+        ),
         "the pipeline gives these to the guider before each step",
     ),
     "num_inference_steps": "the scheduler gets it with its timesteps, and no step reads it",
