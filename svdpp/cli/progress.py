@@ -233,7 +233,7 @@ class Progress(Bars):
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
-            # Forecasts take at most a fiftieth of the time, because CPU ranks need the cores.
+            # Forecasts take at most 2% of the run's time, because CPU ranks need the cores.
             self._next_forecast = elapsed + max(1.0, 50 * (time.monotonic() - begun))
         return None if self._makespan is None else max(0.0, self._makespan - elapsed)
 

@@ -410,7 +410,7 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """Return description and details of a transfer, for error messages."""
+    """Return a transfer in words, such as `send clip 3`, and the details of its error."""
     direction, clip, step, peer = ends
     details = {"clip": clip, "step": step}
     if direction == "send":

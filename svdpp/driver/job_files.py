@@ -207,7 +207,9 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read a jobs file, whose suffix determines the format.
+    """Read the text of a jobs file, and note its format, which the suffix determines.
+
+    The jobs are parsed later. Standard input has the format of JSON Lines.
 
     Args:
         path: Path of the file; `-`: standard input.

@@ -96,10 +96,10 @@ class QueuedChannel(ControlChannel):
         self._messages.put(message)
 
     def close(self, timeout: float = 0.0) -> None:
-        """Close the connection.
+        """Send the queued messages to the rank, and close the connection.
 
         Args:
-            timeout: Seconds for sending queued messages; messages that are left are dropped.
+            timeout: Longest time for sending, in seconds; messages that are left are dropped.
         """
         if self.connection.closed:
             return

@@ -45,7 +45,7 @@ Conversion = Literal["", "over white", "scaled"]
 
 @dataclass(frozen=True)
 class MediaFile:
-    """Image or video that was read."""
+    """Metadata of an image or a video that was read."""
 
     path: Path
     sha256: str

@@ -111,7 +111,7 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
 
 # --- remarks on inputs ----------------------------------------------------------------------------
 
-# Minimum ratio between the aspect ratios of frame and image for which a remark is printed.
+# A remark is printed if the aspect ratios of image and frame differ by more than this factor.
 _STRETCHED = 1.25
 # Words for each conversion: what svdpp does, and what `load_image` does instead.
 _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
@@ -183,7 +183,7 @@ def _name_first(files: Sequence[MediaFile]) -> str:
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
-    """Return the images or videos that `inputs` name, after decoding them completely.
+    """Decode the images or videos that `inputs` name completely, and return their metadata.
 
     Args:
         inputs: Files, folders and glob patterns; see `collect_inputs`.

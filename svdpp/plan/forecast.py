@@ -203,7 +203,7 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        # Fields of the two actions that must be equal: clip and start, in a DENOISE also end.
+        # The actions of the two ranks must agree in clip and start, in a DENOISE also in end.
         length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
             raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")

@@ -313,7 +313,11 @@ class Layout(ParallelConfig):
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """Steps that each rank runs, one entry for each rank, in the order of the ranks."""
+        """Range of the steps that each rank runs, in the order of the ranks.
+
+        The range has the steps that the rank runs in at least one clip, and comes with the mean
+        number of steps per clip.
+        """
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
         starts = {part.rank: part.start for part in sorted(parts, reverse=True)}

@@ -371,7 +371,7 @@ class Dispatcher:
             self._request_builder.remove_latents(job)
 
     def requeue_all(self, error: BaseException, blamed: set[str]) -> None:
-        """Requeue the jobs of all clips in the pipeline, because its ranks have ended.
+        """Requeue the jobs that the ranks had or would have got next, because the ranks have ended.
 
         Args:
             error: Reason for the end of the ranks.

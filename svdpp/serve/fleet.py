@@ -225,7 +225,10 @@ class EtaEstimator:
             yield id, sampling, 0
 
     def _rates(self) -> _WorkRates | None:
-        """Return the median seconds per pixel of the latest work; None until a step is timed."""
+        """Return the median seconds per pixel of the latest encodes, steps, decodes and writes.
+
+        None: no step has been timed yet.
+        """
         if not self._samples["step"]:
             return None
         encode, step, decode, write = (

@@ -189,7 +189,7 @@ class JobQueries:
     def num_open(self) -> int:
         """Return the number of jobs in progress plus queued jobs that this server can make.
 
-        Lines of batches do not count.
+        Jobs that belong to batches do not count.
         """
         is_open, values = self._open
         query = f"SELECT count(*) FROM jobs WHERE {is_open} AND batch_id IS NULL"

@@ -243,8 +243,8 @@ def load_rank_model(
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# Number of actions with which a rank decodes a part of a clip for another rank: RECV, DECODE,
-# SEND_FRAMES.
+# Length of the sequence of actions by which a rank decodes a part of a clip for another rank: RECV,
+# DECODE, SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 

@@ -37,7 +37,7 @@ class FramepackSampling(PromptedSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks, which all have the same number of steps."""
+        """Number of chunks: every chunk has the same number of steps."""
         return _chunks_of(self)
 
 

@@ -55,7 +55,7 @@ class HeliosBaseSampling(PromptedSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks, which all have the same number of steps."""
+        """Number of chunks: every chunk has the same number of steps."""
         return self.chunks
 
     def _check_frames(self) -> None:

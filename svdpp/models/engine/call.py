@@ -236,7 +236,8 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
             self._records.restore(step["generators"])
-        # The memory estimate decodes a packet that has fewer chunks than the clip.
+        # The packet of a memory estimate has fewer chunks than the clip. Its last chunk stands for
+        # the missing ones.
         chunks = step["chunks"]
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
