@@ -237,11 +237,11 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """From now on, treat the store as unavailable whenever it does not have this queue's id."""
+        """Treat the store as unavailable, from now on, whenever it lacks this queue's id."""
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """From now on, treat the folder as unavailable whenever it lacks the queue's file.
+        """Treat the folder as unavailable, from now on, whenever it lacks the queue's file.
 
         Args:
             is_there: Function that returns whether the folder has the file of the queue.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from svdpp.config.families.fixed import check_fixed
+from svdpp.config.families.frames import check_frames_from_image, check_video_frames
 from svdpp.config.families.spec import (
     CheckedCheckpoint,
     CheckpointConfigs,
@@ -112,27 +113,12 @@ def _distilled_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 def _check_distilled(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     check_fixed(sampling, _FIXED)
-    _check_from_image(checkpoint, sampling)
-
-
-def _check_from_image(_: CheckedCheckpoint, sampling: Any) -> None:
-    require(
-        not sampling.from_image or sampling.frames > 1,
-        f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
-        frames=sampling.frames,
-        above=1,
-    )
+    check_frames_from_image(checkpoint, sampling)
 
 
 def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
-    given, unit = sampling.video_frames, sampling.frames_unit
-    require(
-        given % unit == 1,
-        f"`video_frames` must be a multiple of {unit} plus 1, got {given}",
-        video_frames=given,
-        unit=unit,
-        remainder=1,
-    )
+    check_video_frames(sampling)
+    given = sampling.video_frames
     require(
         given < sampling.frames,
         f"a clip that begins with {given} frames of a video needs more than {given} `num_frames`, "
@@ -169,7 +155,7 @@ COSMOS3 = FamilySpec(
     latent_channels=lambda pipe: int(pipe.num_channels_latents),
     modular=_MODULAR,
     checkpoint_facts=_checkpoint_facts,
-    check_sampling=_check_from_image,
+    check_sampling=check_frames_from_image,
 )
 
 COSMOS3_FROM_VIDEO = replace(

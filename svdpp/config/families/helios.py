@@ -109,7 +109,7 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
     @property
     def steps_per_stage(self) -> int:
-        """Number of steps of each stage."""
+        """Number of steps of each stage; distilled models double it in the first chunk."""
         return self.num_inference_steps // self.steps_unit
 
     def place_of(self, step: int) -> StepPlace:

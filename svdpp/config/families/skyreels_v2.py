@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
+from svdpp.config.families.frames import check_frames_from_image, check_video_frames
 from svdpp.config.families.spec import (
     FLOW_SCHEDULERS,
     CheckedCheckpoint,
@@ -88,24 +89,13 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 def _check_forcing(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     check_first_timesteps(checkpoint, sampling)
-    require(
-        not sampling.from_image or sampling.frames > 1,
-        f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
-        frames=sampling.frames,
-        above=1,
-    )
+    check_frames_from_image(checkpoint, sampling)
 
 
 def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     check_first_timesteps(checkpoint, sampling)
     given, frames, unit = sampling.video_frames, sampling.frames, sampling.frames_unit
-    require(
-        given % unit == 1,
-        f"`video_frames` must be a multiple of {unit} plus 1, got {given}",
-        video_frames=given,
-        unit=unit,
-        remainder=1,
-    )
+    check_video_frames(sampling)
     lowest, highest = 2 * given + unit, given + _LOOP_FRAMES
     require(
         lowest <= frames <= highest,

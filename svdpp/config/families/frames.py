@@ -1,0 +1,45 @@
+"""Checks of numbers of frames that several families share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from svdpp.config.limits import require
+
+
+def check_frames_from_image(_: object, sampling: Any) -> None:
+    """Check that a clip from an image has more than one frame.
+
+    Specs use this function as `FamilySpec.check_sampling`.
+
+    Args:
+        sampling: Sampling parameters.
+
+    Raises:
+        RequestError: A clip from an image has one frame.
+    """
+    require(
+        not sampling.from_image or sampling.frames > 1,
+        f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
+        frames=sampling.frames,
+        above=1,
+    )
+
+
+def check_video_frames(sampling: Any) -> None:
+    """Check that the VAE can encode the frames of a video without a rest.
+
+    Args:
+        sampling: Sampling parameters with `video_frames`.
+
+    Raises:
+        RequestError: `video_frames` is not a multiple of `frames_unit` plus 1.
+    """
+    given, unit = sampling.video_frames, sampling.frames_unit
+    require(
+        given % unit == 1,
+        f"`video_frames` must be a multiple of {unit} plus 1, got {given}",
+        video_frames=given,
+        unit=unit,
+        remainder=1,
+    )
