@@ -30,15 +30,15 @@ from svdpp.worker.messages import ActionDone, Event, Joined, RankStats, StepDone
 #: Help text and labels of each counter, by the counter's name.
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "clips": ("Clips that reached a final state.", "state"),
-    "rank_seconds": ("Seconds of each rank by state.", "rank", "state"),
-    "verifications": ("Clips compared with one device.", "result"),
+    "rank_seconds": ("Seconds that each rank has spent in each state.", "rank", "state"),
+    "verifications": ("Clips made again on one device and compared, by result.", "result"),
     "http_requests": ("HTTP requests.", "method", "route", "status"),
 }
 #: Buckets, help text and labels of each histogram, by the histogram's name.
 _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
     "clip_seconds": (
         (0.5, 1, 2, 5, 10, 20, 30, 60, 90, 120, 180, 300, 600, 1200, 3600),
-        "Seconds from the submission of a clip to the ranks until its file is written.",
+        "Seconds from when a clip is submitted to the ranks until its file is written.",
     ),
     "step_seconds": (
         (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 30, 60, 120),
@@ -56,8 +56,8 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "Relative error of the ETA of completed clips: (actual - promised) / promised.",
     ),
 }
-#: Name and help text of each rank's gauges, by the field of `RankStats`. A gauge is left out if the
-#: rank's device does not report the value.
+#: Name and help text of each gauge of the ranks, by the field of `RankStats` that it shows. A rank
+#: is left out of a gauge if its device does not report the value.
 _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "resident_bytes": ("rank_resident_bytes", "Bytes of the resident set of each rank's process."),
     "allocated_bytes": ("rank_gpu_allocated_bytes", "Bytes of tensors on each rank's GPU."),
@@ -76,7 +76,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     ),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU in watts."),
 }
-# Number of latest ETA error ratios that are kept. The page shows their median.
+# Maximum number of ETA errors that are kept, the latest ones. The page shows their median.
 _KEPT_ERRORS = 1000
 
 
@@ -84,6 +84,13 @@ class Metrics(Collector):
     """Metrics of one server. Any thread may call any method.
 
     An instance is an observer of a `Pipeline`: it is called with (rank, event).
+
+    Args:
+        queue: Queue whose jobs are counted at each scrape.
+        engine: Engine whose state and restarts are read at each scrape.
+        num_streams: Function that returns the number of open event streams and archives.
+        servers: Function that returns the servers of the queue, as `Fleet.servers` does.
+        num_open_lines: Function that returns the number of lines of batches that have not ended.
     """
 
     def __init__(
@@ -136,7 +143,8 @@ class Metrics(Collector):
             case ActionDone():
                 self._add_rank_seconds(rank, "compute", event.end - event.start)
                 self._add_rank_seconds(rank, "wait", event.waited)
-                # Between two actions a rank either waits for a packet or has no work.
+                # A rank waited `event.waited` seconds since its previous action. The rest of the
+                # time between the two actions counts as idle.
                 begin = event.start - event.waited
                 self._add_rank_seconds(rank, "idle", begin - self._last_end.get(rank, begin))
                 self._last_end[rank] = event.end
@@ -192,7 +200,10 @@ class Metrics(Collector):
         self._histograms["http_request_seconds"].labels(route, status).observe(seconds)
 
     def eta_error(self) -> dict[str, float | int | None]:
-        """Return number and median of the latest ETA errors, (actual - promised) / promised."""
+        """Return the number and the median of the latest ETA errors; median None: no errors yet.
+
+        An ETA error is (actual - promised) / promised, such as 0.1 if a clip took 10% longer.
+        """
         ratios = self._eta_errors.copy()
         median = round(statistics.median(ratios), 4) if ratios else None
         return {"clips": len(ratios), "median": median}
@@ -231,7 +242,7 @@ class Metrics(Collector):
             yield GaugeMetricFamily(f"svdpp_{name}", text, value)
         servers = {server["id"]: server for server in self._servers()}
         for name, text in (
-            ("seen_seconds", "Seconds since the last report of each server."),
+            ("seen_seconds", "Seconds since each server last reported to the queue."),
             ("ranks", "Number of ranks of each server."),
             ("claims", "Number of clips that each server has claimed."),
         ):
@@ -243,7 +254,7 @@ class Metrics(Collector):
         yield from self._collect_ranks(num_ranks)
 
     def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield metrics from the ranks' latest samples, without gauges while the ranks start."""
+        """Yield metrics from the ranks' latest samples. While the ranks start, gauges are empty."""
         stats = self._stats
         moved = CounterMetricFamily(
             "svdpp_rank_moved_bytes",

@@ -19,10 +19,10 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.schemas import ApiError, error_response
 
 JSON_MEDIA_TYPE = "application/json"
-#: Media types of a body with the lines of a batch, in which each line is a JSON object.
+#: Media types of a body with the lines of a batch. Each line is a JSON object.
 LINES_MEDIA_TYPES = ("application/jsonl", "application/x-ndjson")
 _FORM_MEDIA_TYPE = "multipart/form-data"
-#: Media types of bodies with uploads, by the path of the route that accepts such bodies.
+#: Media types that each route with uploads accepts, by the path of the route.
 _UPLOAD_TYPES = {
     "/v1/videos": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
     "/v1/videos/sync": (_FORM_MEDIA_TYPE, JSON_MEDIA_TYPE),
@@ -40,7 +40,7 @@ MAX_BATCH_UPLOADS = 8
 MAX_BATCH_UPLOADS_PER_KEY = 2
 #: Maximum size in bytes of a body with the lines of a batch.
 MAX_BATCH_BYTES = 200 * 2**20
-#: Maximum size in bytes of a JSON body or of a line of a batch, which are read into memory, unlike
+#: Maximum size in bytes of a JSON body, and of a line of a batch. Both are read into memory, unlike
 #: a form.
 MAX_JSON_BYTES = 16 * 2**20
 #: Paths that need no API key. The files of the web page under `/page/` need none either.
@@ -50,7 +50,7 @@ _PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json"})
 HOST_PATTERN = re.compile(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?")
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _MAX_OTHER_BODY = 64 * 2**10
-_IMAGE_TOO_LARGE = "make the image smaller; the clip is no larger than its size"
+_IMAGE_TOO_LARGE = "make the image smaller: it need not be larger than the frames of the clip"
 _BATCH_TOO_LARGE = "split the file into several batches"
 _HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; "
@@ -75,8 +75,9 @@ class AuthMiddleware:
         app: Application to which accepted requests are forwarded.
         metrics: Metrics that count each request.
         upload_bytes: Maximum size in bytes of the body of a request for a clip.
-        owner_of: Function that returns the owner of an API key, or None for an unknown key. None:
-            the server has no keys, and only requests to loopback hosts are accepted.
+        owner_of: Function that returns the owner of an API key, or None if the key is unknown. If
+            `owner_of` itself is None, the server has no keys, and accepts only requests to loopback
+            hosts.
     """
 
     app: ASGIApp
@@ -114,8 +115,8 @@ class AuthMiddleware:
                 await error_response(error)(scope, receive, response)
             else:
                 # A HEAD request is forwarded as GET, and uvicorn drops the body of the response.
-                # Event streams are excluded, because they never end, and archives, because their
-                # files would be read for nothing.
+                # Event streams are excluded, because they never end. Archives are excluded, because
+                # their files would be read for nothing.
                 streams = ("/events", "/archive")
                 is_head = scope["method"] == "HEAD" and not scope["path"].endswith(streams)
                 forwarded_scope = {**scope, "method": "GET"} if is_head else scope
@@ -123,7 +124,7 @@ class AuthMiddleware:
                 scope["route"] = forwarded_scope.get("route")
 
     def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
-        """Count an upload as in progress until the returned `upload` is closed.
+        """Count an upload of an owner as in progress until the stack `upload` is closed.
 
         Raises:
             ApiError: Too many uploads are in progress.
@@ -143,10 +144,11 @@ class AuthMiddleware:
         upload.callback(uploads.subtract, [owner])
 
     def _owner(self, path: str, headers: Headers) -> Owner:
-        """Return the owner of the request's API key.
+        """Return the owner of the request's API key; an unnamed owner if no key is needed.
 
         Raises:
-            ApiError: The key is missing or unknown, or without keys the host or origin is wrong.
+            ApiError: The key is missing or unknown. Or the server has no keys, and the request has
+                a wrong host or origin.
         """
         if self.owner_of is None:
             _check_host(headers)
@@ -167,7 +169,11 @@ class AuthMiddleware:
 
         Args:
             headers: Headers of the request.
-            upload_path: Path of the route if the route accepts uploads; empty: it does not.
+            upload_path: Path of the route if the route accepts uploads; otherwise empty.
+
+        Raises:
+            ApiError: The body is too large according to Content-Length, the route does not accept
+                its media type, or the request has both Content-Length and Transfer-Encoding.
         """
         limit, hint = _MAX_OTHER_BODY, ""
         if upload_path:
@@ -181,7 +187,7 @@ class AuthMiddleware:
         if "content-length" in headers and "transfer-encoding" in headers:
             # A request with both headers is rejected to prevent request smuggling: a proxy and this
             # server could use different headers, and disagree on where the request ends.
-            text = "a request has Content-Length or Transfer-Encoding, not both"
+            text = "a request must not have both Content-Length and Transfer-Encoding"
             raise ApiError(400, "two_lengths", text, headers={"Connection": "close"})
         length = headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length) > limit:
@@ -223,7 +229,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request's headers to the response's, or to now without a response."""
+        """Seconds from the request's headers to the response's headers, or to now without those."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

@@ -18,7 +18,7 @@ class PeriodicThread:
     """Thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
     After `close`, the thread calls `on_close` once and ends. It also ends when the queue is closed.
-    Of successive failures, only the first is logged, with `error_message`. BackendUnavailableError
+    If `run` fails several times in a row, only the first failure is logged. BackendUnavailableError
     is not logged here, because dispatcher, fleet and store log it themselves.
 
     Args:

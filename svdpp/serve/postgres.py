@@ -38,10 +38,11 @@ SET statement_timeout = '10s';
 SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
-# Seconds after which a call without a response fails: `statement_timeout` and two seconds for the
-# network. `tcp_user_timeout` does not detect a stopped process, whose kernel still acknowledges
-# bytes.
+# Seconds after which a call without a response fails: the 10 s of `statement_timeout`, and 2 s for
+# the network. `tcp_user_timeout` does not detect a stopped process, because the kernel still
+# acknowledges the bytes.
 _CALL_SECONDS = 12.0
+# Seconds between two checks of the deadlines of running statements.
 _WATCH_SECONDS = 0.5
 # `target_session_attrs` makes libpq refuse a standby, and a primary that was made read-only.
 _NETWORK: dict[str, Any] = {
@@ -69,8 +70,9 @@ def address_of(url: str) -> str:
     """Return hosts and database of a `--queue` URL, without user and password, for messages.
 
     Raises:
-        RequestError: The URL names no database server, or libpq would read a part of its password
-            as a host or a parameter. The error shows nothing of the URL.
+        RequestError: The URL names neither a host nor a database, or has a special character that
+            is not percent-encoded. Because of such a character, libpq could read a part of the
+            password as a host. The error shows nothing of the URL.
     """
     found = _URL.fullmatch(url)
     try:
@@ -97,8 +99,8 @@ def address_of(url: str) -> str:
 class PostgresBackend:
     """Queue in a PostgreSQL database, with the methods of `SqliteBackend`.
 
-    Missing tables are created, and the store is marked with the queue's id, so that servers with
-    another store are refused.
+    Missing tables are created. The queue's id is written to the store, so that a server with
+    another store cannot use the queue.
 
     Args:
         url: URL of the database.
@@ -107,9 +109,10 @@ class PostgresBackend:
             left alone.
     """
 
-    # A claim locks the rows of a job and its owner, so that simultaneous claims take jobs of
-    # different owners. The first clause skips locked rows. If all owners with jobs are locked, the
-    # second clause is used, which waits for the other claims.
+    # Each entry is a locking clause and the name of an advisory lock. A claim locks the rows of a
+    # job and its owner, so that simultaneous claims take jobs of different owners. The first clause
+    # skips locked rows. The second clause is used if all owners with jobs are locked: it waits for
+    # the other claims.
     claim_locks = (
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
@@ -203,11 +206,11 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
-        """Hold an advisory lock during the `with` block, as long as the connection lasts.
+        """Hold an advisory lock during the `with` block. If the connection ends, so does the lock.
 
         Args:
             name: Name of the lock.
-            waits: Whether to wait for a server that holds the lock.
+            waits: Whether to wait while another server holds the lock.
 
         Yields:
             Whether this server holds the lock.
@@ -220,16 +223,16 @@ class PostgresBackend:
             yield is_held
         finally:
             if is_held:
-                # If the connection has ended, the lock has ended, too, and the query raises an
-                # error.
+                # If the connection has ended, so has the lock. The query then fails if the database
+                # still does not respond.
                 with contextlib.suppress(OutputError):
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """Wait for notifications from servers, and return the payloads of all that have arrived.
+        """Wait for a notification from a server, and return the payloads of all that arrived.
 
         Args:
-            seconds: Seconds to wait, after which the list is empty.
+            seconds: Maximum seconds to wait. If no notification arrives, the list is empty.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -287,15 +290,19 @@ class PostgresBackend:
         # The file with a queue's id does not count, because a failed start may have left it.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
-                f"{store.name} has no queue, but other objects, such as {min(objects)!r}",
-                "name another place in the bucket, or add `adopt`: existing objects stay",
+                f"{store.name} belongs to no queue, but has objects, such as {min(objects)!r}",
+                "name another place in the bucket, or add `adopt`: its objects are left alone",
             )
 
     # --- connections to the database --------------------------------------------------------------
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Lock a connection during the `with` block, and translate the database's errors."""
+        """Lock a connection during the `with` block, and translate the database's errors.
+
+        Args:
+            use: Purpose of the connection: `write`, `read` or `listen`.
+        """
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
             raise self._unavailable_error("other threads use the connection for too long")
         try:
@@ -404,7 +411,7 @@ class Connection:
             del self._watchdog.deadlines[self]
 
     def give_up(self) -> None:
-        """End the wait for a response by shutting the socket down, which libpq always notices."""
+        """Shut the socket down, so that libpq stops waiting for a response."""
         self.is_overdue = True
         # These errors are raised if the connection has already ended.
         with contextlib.suppress(OSError, psycopg.Error):

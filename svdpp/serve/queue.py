@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from svdpp.serve.queue_sql import DatabaseConnection
 
 
-# Maximum number of incompatible jobs that one claim skips, or of unreadable jobs that one search
-# for a webhook skips.
+# Maximum number of jobs that one call skips. `claim` skips jobs that the ranks cannot make, and
+# `claim_callback` skips jobs that this svdpp cannot read.
 _MAX_TRIES = 20
 # Maximum number of expired claims that one call requeues. A higher number would delay this server's
 # own renewals.
@@ -65,7 +65,7 @@ _SERVER_RETENTION_SECONDS = 86400
 
 _TOO_MANY_EXPIRED = RankError(
     f"{sql.MAX_EXPIRED_LEASES} servers died, hung or lost the queue while they made this clip",
-    "the servers' logs have the reasons; request the clip again if it was not the cause",
+    "the servers' logs have the reasons; request the clip again if the clip was not the cause",
     details={"lost_claims": sql.MAX_EXPIRED_LEASES},
 )
 
@@ -91,11 +91,12 @@ class JobQueue(JobQueries):
     The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
 
     Args:
-        folder: Data folder, with the queue unless `url` is given, and the files unless `store` is.
+        folder: Data folder. It has the queue if `url` is None, and the files if `store` is None.
         adopts: Whether to use a folder or database even if its files belong to another queue.
         url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
         store: Store of the files. None: the files are in the folder.
-        lease_seconds: Seconds without a renewal after which a claim ends; only with `url`.
+        lease_seconds: Seconds without a renewal after which a claim ends. Used only
+            with `url`.
     """
 
     def __init__(
@@ -115,8 +116,8 @@ class JobQueue(JobQueries):
         """Function that returns why this server's ranks cannot make a job, or None if they can."""
         # Job ids and tokens of this server's open claims, except claims that it is ending now.
         self._claims: set[tuple[str, int]] = set()
-        # Ids of clips that threads of this server have locked. They are needed, because an advisory
-        # lock of PostgreSQL does not exclude other threads of the same session.
+        # Ids of clips that threads of this server have locked. This set is needed, because an
+        # advisory lock of PostgreSQL does not exclude other threads with the same connection.
         self._locked_clips = set[str]()
         self._clips_lock = threading.Lock()
         if not (self.is_shared or adopts):
@@ -135,7 +136,9 @@ class JobQueue(JobQueries):
         return PostgresBackend(url, self.store, adopts=adopts)
 
     def _check_rows(self) -> None:
-        """Check that the folder has no clips without rows, as after the loss of SQLite's log.
+        """Check that the folder has no clips if the queue has no jobs.
+
+        Clips without jobs show that the rows were lost, for example with SQLite's log.
 
         Raises:
             RequestError: The folder has clips although the queue has no jobs.
@@ -157,7 +160,7 @@ class JobQueue(JobQueries):
 
     @property
     def unavailable_reason(self) -> str:
-        """Reason why clips can be neither stored nor begun; empty if they can.
+        """Reason why this server cannot begin or store clips now; empty if it can.
 
         A store that does not answer is not considered here; see `store.unavailable_reason`.
         """
@@ -193,15 +196,15 @@ class JobQueue(JobQueries):
         *,
         until: float = math.inf,
     ) -> Job:
-        """Store a new job, or return the job that an equal earlier request created.
+        """Store a new job. If its idempotency key was used before, return the job with that key.
 
         Args:
             job: New job.
             max_open: Maximum number of jobs in the queue that are waiting or in progress. None: no
                 limit.
             max_open_of_owner: Maximum number of open jobs of the job's owner. None: no limit.
-            until: Latest time, in seconds of `clock.uptime`, at which the job may be stored; later,
-                other servers may have removed the job's image.
+            until: Latest time, in seconds of `clock.uptime`, at which the job may be stored. Later,
+                another server may have removed the job's image, because no job needed it.
 
         Raises:
             QueueFullError: A limit is reached.
@@ -232,8 +235,8 @@ class JobQueue(JobQueries):
         is_open, values = self._open
         query = f"SELECT owner, count(*), count(batch_id) FROM jobs WHERE {is_open} GROUP BY owner"
         rows = connection.execute(query, values).fetchall()
-        # Lines of batches do not count towards this limit. They have a limit of their own, so that
-        # a large batch does not fill the queue for other requests.
+        # Jobs that belong to batches do not count in `total`. Batches have a limit of their own, so
+        # that a large batch does not fill the queue for other requests.
         total = sum(number - of_batches for _, number, of_batches in rows)
         owner_open = {name: number for name, number, _ in rows}.get(owner, 0)
         if limit is not None and total >= limit:
@@ -249,7 +252,7 @@ class JobQueue(JobQueries):
             large: Whether jobs with large images may be claimed too.
 
         Returns:
-            Job with the token of this claim; None if no such job waits.
+            Job with the token of this claim; None if no such job was found.
         """
         for _ in range(_MAX_TRIES):
             runnable, values = self._runnable
@@ -283,16 +286,16 @@ class JobQueue(JobQueries):
         self._claims.add((job.id, job.fencing_token))
         return job
 
-    # Each method that ends a claim gets the claim's `token`. So a server that has lost a claim
-    # changes nothing, even if the server has claimed the same job again since.
+    # Each method that ends a claim gets the claim's `token`, and changes nothing if the job has
+    # another token. So a server that has lost a claim cannot end a later claim of the same job.
 
     def requeue(
         self, id: str, token: int = 0, *, counts: bool = False, is_expired: bool = False
     ) -> bool:
         """Put a claimed job back into the queue, at its old position: IN_PROGRESS to QUEUED.
 
-        The job becomes CANCELLED instead if a client has cancelled it, and FAILED if this was the
-        job's last allowed expired claim.
+        If a client has cancelled the job, it becomes CANCELLED instead. If `MAX_EXPIRED_LEASES`
+        claims of the job have expired, it becomes FAILED.
 
         Args:
             id: Id of the job.
@@ -316,11 +319,17 @@ class JobQueue(JobQueries):
         return bool(rows)
 
     def complete(self, id: str, metadata: dict[str, Any], token: int = 0) -> bool:
-        """Set a claimed job to COMPLETED, with its JSON; return whether the claim was valid."""
+        """Set a claimed job to COMPLETED, with the clip's metadata; return whether this was done.
+
+        Nothing changes if the claim with this token has ended.
+        """
         return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
-        """Set a claimed job to FAILED with an error; return whether the claim was still valid."""
+        """Set a claimed job to FAILED with an error; return whether this was done.
+
+        Nothing changes if the claim with this token has ended.
+        """
         return self._finish(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
@@ -346,7 +355,10 @@ class JobQueue(JobQueries):
             return connection.execute(mark, (id,)).rowcount == 1
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Set a job that ranks have dropped to CANCELLED; return whether the claim was valid."""
+        """Set a claimed job to CANCELLED, after ranks dropped it; return whether this was done.
+
+        Nothing changes if the claim with this token has ended.
+        """
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
@@ -357,7 +369,7 @@ class JobQueue(JobQueries):
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
-        """Lock a finished clip during the `with` block, unless it is already locked elsewhere.
+        """Lock a finished clip during the `with` block, if no other thread or server has the lock.
 
         A server locks a clip to verify it, or to remove it because of its age. If a server dies,
         its locks end.
@@ -381,16 +393,16 @@ class JobQueue(JobQueries):
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA in seconds that the client has got; return whether the job exists."""
+        """Store the ETA, in seconds, that the client is told; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:
         """Return the next job whose webhook is due; None if no webhook is due.
 
-        Rows that this svdpp cannot read do not change.
+        Jobs that only a newer svdpp can read are skipped, and their rows do not change.
 
         Args:
-            seconds: Seconds until the webhook is due again, unless `set_callback` is called before.
+            seconds: Seconds until the webhook is due again. `set_callback` replaces this time.
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
@@ -430,7 +442,7 @@ class JobQueue(JobQueries):
     def requeue_expired(self) -> list[Job]:
         """Requeue the jobs in progress whose claims have expired; return these jobs.
 
-        In a queue that is not shared, these are the jobs that an earlier server process left.
+        In a queue that is not shared, these are the jobs that an earlier server process had begun.
         """
         most = f"LIMIT {_MAX_REQUEUED}" if self.is_shared else ""
         ended = self.backend.fetch_all(
@@ -443,7 +455,7 @@ class JobQueue(JobQueries):
         return [job for id in ids if (job := self.get(id)) is not None]
 
     def _finish(self, id: str, token: int, state: JobState, **values: Any) -> bool:
-        """Set a claimed job to a final state; return whether this server's claim was valid."""
+        """Set a claimed job to a final state; return whether the job still had this claim."""
         # The claim is forgotten first, so that `renew` does not report it as lost.
         self._claims.discard((id, token))
         return self._update(id, [JobState.IN_PROGRESS], token, state=state, **values)
@@ -451,7 +463,14 @@ class JobQueue(JobQueries):
     def _update(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
-        """Set columns of a job's row, if the job has one of the states and the token (if given)."""
+        """Set columns of a job's row; return whether the row was changed.
+
+        Args:
+            id: Id of the job.
+            states: States of which the job must have one.
+            token: Token that the job must have; None: any token.
+            values: New values, by the name of the column.
+        """
         columns = ", ".join(f"{name} = ?" for name in values)
         if (state := values.get("state")) is not None and JobState(state).is_final:
             columns += f", finished_at = {sql.END_TIME}"
@@ -470,10 +489,11 @@ class JobQueue(JobQueries):
         """Renew this server's claims, and store each job's number of finished steps.
 
         Args:
-            step_of: Function that returns the number of finished steps of the job with an id.
+            step_of: Function that returns a job's number of finished steps, given the job's id.
 
         Returns:
-            Job ids and tokens of claims that were lost, and ids of jobs to cancel.
+            Claims that were lost, each as (job id, token), and ids of jobs that clients have
+            cancelled.
         """
         claims = list(self._claims)
         if not claims:
@@ -488,8 +508,8 @@ class JobQueue(JobQueries):
 
     def release(self) -> None:
         """Requeue the jobs of all claims, and remove this server from the list of servers."""
-        # The claims are read from the database, because this server does not know claims whose
-        # response was lost with a connection.
+        # The claims are read from the database. If a connection fails during a claim, the database
+        # may have stored a claim of which this server does not know.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
@@ -507,10 +527,10 @@ class JobQueue(JobQueries):
 
 
 def _check_same_request(existing: Job, job: Job) -> Job:
-    """Return an existing job with the same idempotency key, after a check that the clips are equal.
+    """Return an existing job with the same idempotency key, after a check that it equals `job`.
 
     Raises:
-        RequestError: The new job requests another clip.
+        RequestError: The jobs differ, for example in their seeds.
     """
     inputs = ("input_sha256", "further_inputs", "prompt", "negative_prompt")
     for name in (*inputs, "seed", "sampling", "loras", "priority", "callback_url"):

@@ -1,7 +1,7 @@
 """Queries of the queue's jobs.
 
-A server of a fleet may be older than another one, which stores jobs that this server cannot read.
-Queries leave such jobs out.
+Servers that share a queue may run different versions of svdpp. Queries leave out jobs that only a
+newer svdpp can read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from svdpp.serve.sqlite import SqliteBackend
 if TYPE_CHECKING:
     from svdpp.serve.postgres import PostgresBackend
 
-# Maximum number of jobs that a server remembers because it cannot make or read them.
+# Maximum number of incompatible sampling parameters, and of unreadable jobs, that a server
+# remembers.
 _MAX_REMEMBERED = 1000
 
 
@@ -56,7 +57,7 @@ class JobQueries:
         return len(self._unreadable)
 
     def _skip_unreadable(self, error: UnreadableJobError) -> None:
-        """Count a row that only a newer svdpp can read; log it the first time."""
+        """Remember a job that only a newer svdpp can read; log only the first such job."""
         id = error.details["id"]
         if id not in self._unreadable:
             if not self._unreadable:
@@ -75,7 +76,7 @@ class JobQueries:
     def _runnable(self) -> tuple[str, list[str]]:
         """SQL condition for jobs that this server can make, and the values of its placeholders.
 
-        Other jobs stay in the queue until a server claims them that can make them.
+        Other jobs stay in the queue until they are claimed by a server that can make them.
         """
         incompatible = set(self._incompatible.copy())
         runnable, values = "true", list[str]()
@@ -88,7 +89,10 @@ class JobQueries:
 
     @property
     def _open(self) -> tuple[str, list[str]]:
-        """SQL condition for jobs in progress or waiting for this server; values of placeholders."""
+        """SQL condition for open jobs, and the values of its placeholders.
+
+        Open jobs are the jobs in progress, and the queued jobs that this server can make.
+        """
         runnable, values = self._runnable
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
@@ -154,7 +158,7 @@ class JobQueries:
         return [id for (id,) in self.backend.fetch_all(query, owner, limit)]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
-        """Return id and sampling parameters of each job that this server may claim, in order."""
+        """Return id and sampling parameters of each job that this server may claim, next first."""
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(sql.ROUND_ROBIN.format(runnable), *values):
@@ -196,16 +200,19 @@ class JobQueries:
         return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """Return the unix time of the oldest request that this server may claim, if any."""
+        """Return the unix time at which the oldest queued job was requested.
+
+        Jobs that this server cannot make are left out. None: no other job is queued.
+        """
         runnable, values = self._runnable
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"
         ((oldest,),) = self.backend.fetch_all(query, *values)
         return None if oldest is None else float(oldest)
 
     def pending_verifications(self) -> dict[str, str]:
-        """Return the owner of each job whose verification was requested or runs, by the job's id.
+        """Return the owner of each job whose verification is requested or runs, by the job's id.
 
-        The oldest job is the first.
+        The oldest job comes first.
         """
         condition, values = self._verifiable
         query = f"SELECT id, owner FROM jobs WHERE {condition} AND proof = 'running' ORDER BY seq"
@@ -231,7 +238,7 @@ class JobQueries:
         return self._ids(f"remove_asked AND {sql.IS_FINAL} ORDER BY seq")
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
-        """Return the ended jobs: unix time of the end, by job id, the earliest first.
+        """Return the unix time at which each ended job has ended, by job id, the earliest first.
 
         Args:
             before: Unix time; jobs that ended later are left out.
@@ -242,12 +249,18 @@ class JobQueries:
         )
 
     def clips(self) -> dict[str, int | None]:
-        """Return for each job id the token of the claim that made the clip; None without a clip."""
+        """Return the token of the claim that makes or made each job's clip, by job id.
+
+        The token is None if the job has no clip.
+        """
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.backend.fetch_all(f"SELECT id, {token} FROM jobs"))
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return each server's description, with its `id`, and its age as `seen_seconds`."""
+        """Return the description that each server last reported to the queue.
+
+        `id` is added, and `seen_seconds`, the seconds since the report.
+        """
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"
         )

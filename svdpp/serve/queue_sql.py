@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
     DatabaseConnection = sqlite3.Connection | Connection
 
-#: Seconds of waiting that count as much as one step of priority. For example, a job goes before one
-#: with a priority higher by 2 that was requested more than twice this time later. So no job waits
-#: forever.
+#: Seconds of waiting that count as much as one step of priority, so that no job waits forever. For
+#: example, a job of priority 0 goes before a job of priority 2 that the same owner requested 1201 s
+#: later.
 AGEING_SECONDS = 600.0
 
-#: Number of a job's claims that may expire without a renewal. With the last of them the job fails.
+#: Number of expired claims with which a job fails.
 MAX_EXPIRED_LEASES = 5
 
 
 def state_in(states: Iterable[JobState]) -> str:
-    """Return a condition for jobs that have one of the states."""
+    """Return an SQL condition for jobs that have one of the states."""
     return f"state IN ({', '.join(repr(str(state)) for state in states)})"
 
 
 def placeholders(values: Iterable[Any]) -> str:
-    """Return a question mark for each value, for a list in a statement."""
+    """Return a question mark for each value, such as `?, ?`, for a list in a statement."""
     return ", ".join("?" for _ in values)
 
 
@@ -73,7 +73,7 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 IS_EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# SQL condition that a job has used all its `MAX_EXPIRED_LEASES`. The job then fails.
+# SQL condition for a job of which `MAX_EXPIRED_LEASES` claims have expired. The job then fails.
 IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
 REQUEUE = f"""
 UPDATE jobs SET
@@ -87,8 +87,8 @@ UPDATE jobs SET
 WHERE id = ? AND state = 'in_progress' AND token = ? AND {{and_}}
 RETURNING state, turn, owner
 """
-# All claims of a server are renewed by one statement, because every server does so every few
-# seconds.
+# One statement renews all claims of a server, to limit the load of the database: every server
+# renews its claims every few seconds.
 RENEW = """
 UPDATE jobs SET lease_until = clock() + ?, step = claims.step
 FROM unnest(?::text[], ?::bigint[], ?::int[]) AS claims (id, token, step)

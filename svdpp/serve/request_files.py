@@ -36,7 +36,7 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Known results of decoders, which get the results for these files, too.
+            decoded: Known results of decoders, to which the results for these files are added.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -73,7 +73,8 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            uploads: Stack that gets a callback for each stored file, which removes the file.
+            uploads: Stack to which a callback for each stored file is added. The callback removes
+                the file.
             decoded: Known results of decoders; see `UploadStore.save`.
 
         Raises:

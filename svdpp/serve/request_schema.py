@@ -50,7 +50,7 @@ from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_request, params_to_json
 
-#: Fields that a model may not accept although clients send them, each with a hint for the error.
+#: Fields that clients send but a model may not accept, each with a hint for the error.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
     "lora": "this server offers no LoRAs: --lora-dir at its start names a folder of LoRA files",
@@ -67,8 +67,8 @@ MAX_PRIORITY = 9
 MAX_URL_CHARACTERS = 2000
 
 _SIZE = r"^[1-9][0-9]{0,4}x[1-9][0-9]{0,4}$"
-#: Accepted names of the image's field: svdpp's, vLLM-Omni's, and the one into which OpenAI's client
-#: turns `{"image_url": ...}` in a form.
+#: Accepted names of the image's field: svdpp's name, vLLM-Omni's name, and the name under which
+#: OpenAI's client sends `{"image_url": ...}` in a form.
 _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[image_url]")
 
 
@@ -125,8 +125,8 @@ def _parse_upload(value: Any) -> Any:
 
 def _decode_text(text: str) -> bytes:
     if not text.isascii():
-        # The form sends a file without `filename`, as `curl -F name=<FILE` does. Such bytes were
-        # decoded as latin-1 if they are not UTF-8.
+        # The form has the bytes of a file, but no `filename`, as `curl -F name=<FILE` sends it.
+        # Starlette decodes such bytes as latin-1 if they are not UTF-8.
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
@@ -150,8 +150,8 @@ def _reject_bool(value: Any) -> Any:
     return value
 
 
-# This validator must come after the bounds in an annotation. Pydantic would apply bounds that
-# follow it to null, too.
+# This validator must come after the bounds in an annotation. Otherwise pydantic would apply the
+# bounds to null, too.
 _NUMBER = BeforeValidator(_reject_bool)
 
 
@@ -167,7 +167,7 @@ def field_of(file_name: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return a single upload as a list of one; forms and some clients send it so."""
+    """Return the uploads as a list. Forms and some clients send a single upload without a list."""
     return value if value is None or isinstance(value, list) else [value]
 
 
@@ -235,7 +235,7 @@ class VideoRequest(BaseModel):
 
     @property
     def files(self) -> dict[str, UploadFile]:
-        """Uploaded files by the name of the field; references by `reference_names`."""
+        """Uploaded files by the name of the field; references as `reference_1` and so on."""
         files = {name: value for name, value in self if hasattr(value, "filename")}
         references = self.value(REFERENCES) or []
         return files | dict(zip(reference_names(len(references)), references, strict=True))
@@ -303,7 +303,11 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the pydantic field for LoRAs, given the allowed names; None: any name."""
+    """Return the pydantic field for LoRAs by its name; nothing if requests may use no LoRA.
+
+    Args:
+        names: Names of LoRAs that requests may use; None: any name.
+    """
     if names == ():
         return {}
     one = {
@@ -317,7 +321,7 @@ def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
     }
     several = {"type": "array", "items": {"anyOf": [one, {"type": "string"}]}}
     schema = WithJsonSchema({"anyOf": [one, {"type": "string"}, several]})
-    text = "LoRA, or a list of them, each by its name or with a scale; in a form as JSON."
+    text = "LoRA or list of LoRAs: each is a name, or an object with a scale; in a form as JSON."
     return {"lora": (Annotated[Any, schema], Field(None, description=text))}
 
 
@@ -335,7 +339,7 @@ def _param_field(param: Param, highest: float) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Model of a server: defaults and limits of requests, and accepted inputs."""
+    """Capabilities of a server's model: accepted inputs, defaults and limits of requests."""
 
     model: str
     sampling: SamplingConfig
@@ -347,8 +351,8 @@ class Capabilities:
     image_use: InputUse = "needed"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why the model takes no last image although other models of its family do; else
-    empty."""
+    """Reason why the model takes no last image although other models of its family do; empty if
+    there is no such reason."""
     prompt_use: InputUse = "refused"
     """Whether the model needs a prompt, takes an optional one, or refuses prompts. If a prompt is
     accepted, a negative prompt is optional."""
@@ -366,7 +370,7 @@ class Capabilities:
         """Return the capabilities of a checkpoint.
 
         Args:
-            model: Name of the model; a local checkpoint's folder name replaces it.
+            model: Name of the model. For a local checkpoint, its folder's name is used instead.
             checkpoint: Checkpoint of the model; None for the dummy model, which behaves like SVD.
             settings: Further fields of the instance.
         """
@@ -436,7 +440,11 @@ class Capabilities:
         )
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
-        """Return the model for `/v1/models`: inputs, fields, defaults and limits of requests."""
+        """Return the model for `/v1/models`: inputs, fields, defaults and limits of requests.
+
+        Args:
+            limits: Further limits, by name.
+        """
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,
             LAST_IMAGE: self.last_image_use,
@@ -487,8 +495,8 @@ class Capabilities:
             fields: Values of a form or of a JSON object, by the name of the field.
 
         Raises:
-            ApiError: A field is unknown, missing or invalid. The hint names the known field that is
-                most similar to an unknown one.
+            ApiError: A field is unknown, missing or invalid. For an unknown field, the hint says
+                what to send instead, or names the most similar field.
         """
         try:
             return self.request_model.model_validate(fields)

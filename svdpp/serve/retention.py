@@ -25,10 +25,11 @@ from svdpp.serve.sqlite import LOST_AND_FOUND
 from svdpp.serve.store import FILE_NAME, VIDEO_ID
 
 _LATENT = re.compile(r"latents/[^.]")
-#: Seconds between two searches for files that no job needs. A request that takes longer to store
-#: its job is rejected.
+#: Seconds between two searches for files that no job needs. A request that takes more than half of
+#: this time to store its files and its job is rejected, because a search could remove the files.
 ORPHAN_SCAN_SECONDS = 3600.0
-# Seconds after which latent checkpoints are removed. A clip that takes longer may have to restart.
+# Age in seconds at which latent checkpoints are removed. A clip whose checkpoint was removed begins
+# again if it is interrupted.
 _LATENTS_SECONDS = 7 * 86400.0
 
 #: Files that one search found, each with name, size in bytes and unix time.
@@ -111,12 +112,12 @@ def remove_orphans(
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since
     the previous search, `ORPHAN_SCAN_SECONDS` ago, does not belong to a request or rank that is
-    still at work. So no clocks need be compared. With a store, local copies that were not used
-    since the previous search are removed too.
+    still at work. This rule needs no clock. With a store, local copies that were not used since the
+    previous search are removed too.
 
     Args:
         queue: Queue with the rows and files of the jobs.
-        before: Files without need that the previous call returned.
+        before: Unneeded files that the previous call returned.
         in_use: Ids of jobs whose local copies stay, because this server works on them.
 
     Returns:
@@ -190,9 +191,9 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     A server calls this at its start. A row is removed after its clip, so a clip without a row means
     that a part of the queue was lost: its file, a part of its log, or changes since a backup. An
     image without a row belongs to a request that ended before the row was stored. If the queue is
-    not shared, only this server writes to the folder, and all such files are moved. If the queue is
-    shared, files of the last hour stay, because they may belong to another server's request. Only
-    regular files with names as servers give them are moved.
+    shared, files of the last hour stay, because they may belong to another server's request. If the
+    queue is not shared, they stay only if it has rows and no clip lacks its row. Only regular files
+    with names as servers give them are moved.
 
     Returns:
         New paths of the moved files.

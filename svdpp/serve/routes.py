@@ -176,7 +176,7 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 
 def _form_fields(form: FormData) -> dict[str, Any]:
-    """Return the values of a form's fields, after a check that only references are repeated."""
+    """Return the values of a form's fields, after a check that no field but references repeats."""
     items = form.multi_items()
     fields = without_repetition([(name, value) for name, value in items if name != REFERENCES])
     if references := [value for name, value in items if name == REFERENCES]:
@@ -289,9 +289,14 @@ def get_archive(
 def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[str]:
     """Return the ids of the clips for an archive.
 
+    Args:
+        service: Service of the server.
+        owner: Owner of the clips.
+        ids: Requested ids; None or empty: all completed clips of the owner.
+
     Raises:
-        ApiError: No clip is completed, a requested clip is not completed, or more than
-            `MAX_CLIPS` clips are completed and none was requested.
+        ApiError: A requested clip is not completed. Or no ids were requested, and no clip is
+            completed, or more than `MAX_CLIPS` are.
     """
     if ids:
         return [service.completed(id, owner).id for id in dict.fromkeys(ids)]
@@ -309,7 +314,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of an archive, read in threads, and count it as an open stream."""
+    """Yield the bytes of an archive, which threads read. The archive counts as an open stream."""
     with service.subscribers.subscribe(owner.name):
         try:
             while (part := await run_in_own_thread(next, parts, None)) is not None:
@@ -423,8 +428,8 @@ def _check_streams(service: Service, owner: Owner) -> None:
 
 
 class _Events(EventSourceResponse):
-    # Media type of error responses in the OpenAPI document. FastAPI sends events as
-    # text/event-stream.
+    # FastAPI writes this media type only into the OpenAPI document, for error responses. Events are
+    # sent as text/event-stream.
     media_type = JSON_MEDIA_TYPE
 
 
@@ -435,6 +440,10 @@ def _check_followed(
 
     FastAPI calls this function as a dependency of the route, so that errors are raised before the
     stream begins.
+
+    Raises:
+        ApiError: The owner has no such job, or too many streams are open.
+        HTTPException: Status 204: the job has ended, and the client has its last event.
     """
     job = service.job(id, owner)
     _check_streams(service, owner)
@@ -463,7 +472,7 @@ async def follow_video(
     """Send a server-sent event with the video at each change, until the video has ended.
 
     A client that reconnects with `Last-Event-ID` gets an event at once if the video has changed
-    since.
+    since that event.
     """
     with service.subscribers.subscribe(owner.name):
         status = JobState.CANCELLED

@@ -50,8 +50,8 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: HTTP status and error code for each error of svdpp except `ApiError`. The first matching type
-#: counts.
+#: HTTP status and error code for each error of svdpp except `ApiError`. The first entry whose type
+#: the error has is used.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -65,6 +65,7 @@ _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
 )
 #: Errors that are not logged, because clients that retry would fill the log with them.
 _EXPECTED_ERRORS = (errors.ClosedError, DecoderBusyError, BackendUnavailableError)
+# Value of the Retry-After header in responses with status 503, in seconds.
 _RETRY_SECONDS = 10
 
 #: Name of the request field with the image, or with the video if the model takes a video.
@@ -133,10 +134,11 @@ class Video(BaseModel):
     ] = None
     cancel_requested: Annotated[
         bool,
-        Field(description="Whether it will be cancelled as soon as the ranks have dropped it."),
+        Field(description="Whether the clip is cancelled as soon as the ranks have dropped it."),
     ] = False
     held: Annotated[
-        str | None, Field(description="Reason why no live server can make it; null: one can.")
+        str | None,
+        Field(description="Reason why no live server can make the clip; null: a server can."),
     ] = None
     eta_seconds: float | None
     step: int
@@ -191,7 +193,8 @@ def video_from_job(
         job: Job of the queue.
         step: Number of finished steps.
         eta_seconds: Seconds until the clip is completed; None: unknown, or the job is final.
-        expires_at: Unix time at which the files of a final job are removed; None: never, or open.
+        expires_at: Unix time at which the files of a final job are removed; None: never, or the job
+            is not final.
         more: Further fields of an open job: `place`, `held` and `rank`.
     """
     is_done = job.state is JobState.COMPLETED
@@ -311,18 +314,21 @@ class BatchLineResult(BaseModel):
 
 
 class BatchFault(BaseModel):
-    """Fault of a line, for which its batch failed."""
+    """Fault because of which a batch failed, mostly in one of its lines."""
 
     code: str
     message: str
-    line: Annotated[int | None, Field(description="Number of the line in the file, from 1.")]
+    line: Annotated[
+        int | None,
+        Field(description="Number of the line in the file, from 1; null: no single line."),
+    ]
     param: str | None = None
     hint: str = ""
     custom_id: str | None = None
 
 
 class BatchFaults(BaseModel):
-    """Faults of the lines of a batch."""
+    """List of the faults because of which a batch failed."""
 
     object: Literal["list"] = "list"
     data: list[BatchFault]
@@ -399,7 +405,8 @@ class DeletedFile(BaseModel):
     deleted: Literal[True] = True
 
 
-#: Suffixes of the ids of a batch's result files. The value is whether the file has the errors.
+#: Suffixes of the ids of a batch's result files. The value tells whether the file has the lines
+#: that failed, or else the completed lines.
 OUTPUT_FILES = {"_output": False, "_error": True}
 
 

@@ -50,11 +50,12 @@ _KEEP_ALIVE_SECONDS = 15
 # Seconds for finishing responses during shutdown. A thousand clients that follow clips notice the
 # end within five seconds.
 _SHUTDOWN_SECONDS = 6
+# Seconds between two searches for jobs that exceed the limits on age and on total size.
 _SWEEP_SECONDS = 60.0
 # Maximum seconds to wait for the end of each thread, which may hang in a call to the store.
 _END_SECONDS = 30.0
-# Python's thread switch interval in seconds. A request is passed between threads several times, and
-# waits this long each time if another thread computes, for example ETAs.
+# Python's thread switch interval in seconds, set to a short value. A request passes between threads
+# several times, and each time waits this long for a thread that computes, for example, ETAs.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -110,7 +111,16 @@ class Server:
     """HTTP server that serves `app` until a signal arrives, and then ends all threads in order.
 
     After the first SIGTERM, SIGINT or SIGHUP, new jobs are rejected, and the ranks may finish clips
-    during a grace period, while clients can still read. A second signal ends the process at once.
+    during a grace period, in which clients can still read. A second signal ends the process at
+    once.
+
+    Args:
+        app: Application from `build`.
+        service: Service from `build`.
+        bound: Socket that is bound to the server's address.
+        grace_seconds: Maximum seconds for clips in progress after the first signal.
+        on_listening: Function to call once clients can connect.
+        on_ready: Function to call each time that the ranks become ready.
     """
 
     def __init__(
@@ -166,8 +176,8 @@ class Server:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         sys.setswitchinterval(_SWITCH_SECONDS)
-        # Freezing excludes torch's many objects from later garbage collections, which stop all
-        # threads.
+        # Garbage collections stop all threads. Freezing makes them shorter, because they then leave
+        # out the many objects of torch.
         gc.collect()
         gc.freeze()
         self._catch_signals()
@@ -237,7 +247,8 @@ class Server:
 
 class _HttpServer(uvicorn.Server):
     def __init__(self, app: ASGIApp) -> None:
-        # python_multipart would log each malformed form, which the response to the client reports.
+        # python_multipart would log each malformed form. The response to the client already reports
+        # the fault.
         logging.getLogger("python_multipart").setLevel(logging.CRITICAL)
         config = uvicorn.Config(
             app,
@@ -256,7 +267,7 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Override uvicorn's handling of signals by nothing, because `Server` handles signals."""
+        """Do nothing. uvicorn's own method would catch the signals that `Server` handles."""
         yield
 
 
@@ -277,7 +288,9 @@ _bearer = HTTPBearer(auto_error=False, description="API key, if the server has a
 server = APIRouter(tags=["server"])
 public = APIRouter(tags=["server"])
 """Routes that need no API key."""
-_NOT_READY: dict[int | str, dict[str, Any]] = {503: {"description": "It has the body of 200."}}
+_NOT_READY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "The body has the same fields as with status 200."}
+}
 
 
 def create_app(service: Service, keys: Keys | None) -> ASGIApp:
@@ -317,7 +330,7 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
     model["loras"] = [
         {"name": name, "sha256": sha256}
         for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
-        if not others  # a name with other hashes stands for different files
+        if not others  # servers have different files with this name
     ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}
@@ -360,7 +373,7 @@ def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
 
 @server.get("/v1/servers")
 def list_servers(service: ServiceDep) -> dict[str, Any]:
-    """List the servers that share the queue: this server, then the last report of each other."""
+    """List the servers that share the queue: this server, then the last reports of the others."""
     return {"object": "list", "data": service.fleet.servers()}
 
 
@@ -372,7 +385,7 @@ async def get_health(service: ServiceDep) -> JSONResponse:
 
 @public.get("/ready", responses=_NOT_READY)
 def get_ready(service: ServiceDep) -> JSONResponse:
-    """Report whether the server accepts requests: ranks run, neither queue nor disk is full."""
+    """Report whether the server accepts requests, or why not: for example, the queue is full."""
     return _health(service, service.not_ready_reason())
 
 

@@ -165,7 +165,7 @@ class Service:
         """Check that the server accepts new jobs: it runs, and its disk is not full.
 
         Args:
-            has_limit: Whether to check also that the queue is not full.
+            has_limit: Whether to also check that the queue is not full.
 
         Raises:
             ApiError: The server accepts no jobs now.
@@ -258,8 +258,8 @@ class Service:
             owner: Owner of the job.
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
-            loras: SHA-256 of LoRAs that the request may name, by name, which replace those of the
-                servers that run now. None: nothing is replaced.
+            loras: SHA-256 of LoRAs, by name. They replace the LoRAs that servers offer now under
+                the same names. None: nothing is replaced.
 
         Raises:
             ApiError: The server does not make such clips.
@@ -333,7 +333,7 @@ class Service:
         return stored
 
     def _queue_full_error(self, details: Mapping[str, Any]) -> ApiError:
-        """Return the error for a full queue, with the seconds until a clip will be finished."""
+        """Return the error for a full queue, with the seconds until it can take a new job."""
         seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_slot())))
         scope = "of this key" if "owner" in details else "of this server"
         num_open, limit = details["open"], details["limit"]
@@ -414,7 +414,7 @@ class Service:
         """
         job = self.queue.get(id)
         if job is None and self.queue.is_unreadable(id, owner.name):
-            text = "a newer server has accepted this video, and this one cannot read it"
+            text = "a newer server has accepted this video, and this server cannot read it"
             raise ApiError(
                 503,
                 "newer_video",
@@ -447,8 +447,8 @@ class Service:
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
-        # `rank` names a rank that has ended if the clip was queued again after a failure of the
-        # ranks. The steps of that rank are lost.
+        # If the clip was queued again after a failure of the ranks, `rank` still names a rank that
+        # has ended. The steps of that rank are lost.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
@@ -482,7 +482,7 @@ class Service:
         if batch_id is not None:
             self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
-        # jobs that the ranks have, but have not begun, count as queued
+        # clients see a job as queued until a rank has begun it, so claimed jobs are fetched, too
         if status is JobState.QUEUED:
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)

@@ -32,15 +32,16 @@ class ServerSettings:
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an uploaded image."""
     keep_seconds: float | None = None
-    """Age in seconds at which clips are removed; None: they are kept."""
+    """Age in seconds at which clips are removed; None: clips of any age are kept."""
     keep_bytes: int | None = None
-    """Total size in bytes of the clips above which the oldest are removed; None: no limit."""
+    """Maximum total size in bytes of the files of all jobs. If it is exceeded, the oldest finished
+    jobs are removed. None: no limit."""
     verifies_when_idle: bool = False
     """Whether the server verifies finished clips while its ranks have no work."""
     adopts: bool = False
     """Whether the server accepts a data folder that has files of another queue or program."""
     callback_hosts: Sequence[str] = ()
-    """Hosts that may get webhooks, each a name or an address with a port."""
+    """Hosts that may get webhooks, such as `example.org` or `example.org:8443`."""
     callback_secrets: Sequence[bytes] = ()
     """Secrets with which webhooks are signed."""
     queue_url: str | None = None
@@ -48,4 +49,5 @@ class ServerSettings:
     store_url: str | None = None
     """URL of the store of files that servers share; None: files are in `folder`."""
     lease_seconds: float = 30.0
-    """Seconds after which a claim ends if it is not renewed."""
+    """Seconds without a renewal after which a server's claim of a job ends. Used only with
+    `queue_url`."""

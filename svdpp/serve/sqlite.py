@@ -30,7 +30,7 @@ from svdpp.serve.job import INDEXES, VERSION, upgrade
 LOST_AND_FOUND = "lost+found"
 #: File that reserves disk space for changes of the queue, and is removed when the disk is full.
 RESERVE_FILE = ".svdpp-reserve"
-#: Name of the file that a server locks to reserve its data folder.
+#: Name of the file that a server locks, so that no second server uses its data folder.
 LOCK_FILE = "lock"
 #: File, or object of a store, with the id of the queue that the files belong to.
 QUEUE_ID_FILE = "queue.id"
@@ -45,6 +45,7 @@ _BUSY_SECONDS = 10.0
 # Seconds that a read waits for another program that locks the file. Reads wait less long than
 # changes, because readiness checks wait for reads.
 _READ_BUSY_SECONDS = 2.0
+# Error codes of SQLite after a failure to lock the file.
 _LOCK_ERRORS = {
     sqlite3.SQLITE_BUSY,
     sqlite3.SQLITE_BUSY_RECOVERY,
@@ -57,6 +58,7 @@ _LOCK_ERRORS = {
     sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
     sqlite3.SQLITE_IOERR_SHMLOCK,
 }
+# Error numbers of a file system that has no locks.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP}
 # Size of the reserve file in bytes: the size to which SQLite's log grows before it is written back.
 _RESERVE_BYTES = 4 * 2**20
@@ -101,7 +103,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
 
 
 def disk_space(folder: Path) -> tuple[int, int]:
-    """Return the free bytes of a folder's disk, and the number below which it is almost full.
+    """Return the free bytes of a folder's disk, and the free bytes below which it is almost full.
 
     Raises:
         OSError: The folder or its disk is gone.
@@ -118,7 +120,7 @@ class SqliteBackend:
 
     Args:
         folder: Data folder, which is created.
-        adopts: Whether the folder may have other files but no queue.
+        adopts: Whether a folder without a queue may have other files.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
@@ -147,8 +149,8 @@ class SqliteBackend:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            # The log is written back into the file, so that a later loss of the log loses fewer
-            # changes.
+            # The log is written back into the file, so that fewer changes are lost if the log is
+            # lost later.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
@@ -171,8 +173,7 @@ class SqliteBackend:
         """Run the `with` block as a transaction, which is undone if the block raises an exception.
 
         Args:
-            advisory_lock: Name of a lock, which is not used, because transactions in SQLite never
-                overlap.
+            advisory_lock: Ignored, because transactions in SQLite never overlap.
 
         Raises:
             BackendUnavailableError: The file was removed or replaced.
@@ -191,7 +192,7 @@ class SqliteBackend:
                     self._writer.execute("ROLLBACK")
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query, without waiting for changes.
+        """Return the rows of a query. A running transaction does not delay the query.
 
         Raises:
             OutputError: The file cannot be used.
@@ -291,7 +292,7 @@ class SqliteBackend:
 def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
     """Hold a lock in the `with` block; raise SQLITE_BUSY if other threads keep it too long."""
     if not lock.acquire(timeout=seconds):
-        error = sqlite3.OperationalError("others have used it for too long")
+        error = sqlite3.OperationalError("other threads have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY
         raise error
     try:

@@ -53,15 +53,20 @@ _PROBE_SECONDS = 10.0
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
 # Error numbers that mean a failure of the local disk, and not of the store.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-# botocore, which s3fs calls, must not retry: s3fs retries itself, and a failure would take minutes.
+# Configuration of botocore, on which s3fs is built. botocore must not retry, because s3fs retries
+# by itself, and a failure would then take minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Files of the jobs: in a store that servers share, with local copies, or only in a folder.
+    """Files of the jobs: only in a folder, or in a store that servers share, with local copies.
 
-    Any thread may call any method. After a failure of the store, all methods raise
-    BackendUnavailableError at once, until `probe` finds that the store answers again.
+    Any thread may call any method. After a failure of the store, methods that need the store raise
+    StorageUnavailableError at once, until `probe` finds that the store answers again.
+
+    Args:
+        folder: Data folder of this server.
+        url: URL of the store, such as `s3://bucket/prefix`; None: the files are only in the folder.
     """
 
     def __init__(self, folder: Path, url: str | None = None) -> None:
@@ -80,10 +85,13 @@ class FileStore:
             self._filesystem, self._root = _open(url)
 
     def put(self, path: Path) -> None:
-        """Copy a file from the folder to the store, if it exists: completely or not at all.
+        """Copy a file from the folder to the store, completely or not at all.
+
+        A missing file is ignored.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store does not answer, or the folder does not belong to the
+                queue.
         """
         if not self.is_remote:
             self.check()
@@ -100,7 +108,8 @@ class FileStore:
         """Copy a file from the store if the folder lacks it; do nothing if the store lacks it too.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store does not answer, or the folder does not belong to the
+                queue.
         """
         if not self.is_remote:
             self.check()
@@ -135,15 +144,15 @@ class FileStore:
         """Remove a file, if it exists, from the folder and the store.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder is not the queue's. A
-                file that is missing in another folder may exist in the queue's.
+            StorageUnavailableError: The store does not answer, or the folder does not belong to the
+                queue, as when its disk is not mounted. The file may then still exist on the disk.
         """
         self.check()
         path.unlink(missing_ok=True)
         self.remove_object(path)
 
     def discard(self, path: Path) -> None:
-        """Remove a file that nobody needs. If this fails, `remove_orphans` removes it later."""
+        """Remove a file that no job needs. If this fails, `remove_orphans` removes it later."""
         output_files.remove(path)
         with contextlib.suppress(BackendUnavailableError):
             self.remove_object(path)
@@ -268,7 +277,8 @@ class FileStore:
         """Check that the files of the queue can be reached.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder is not the queue's.
+            StorageUnavailableError: The store did not answer the last call, or the folder is not
+                there or does not belong to the queue.
         """
         if self.unavailable_reason:
             raise StorageUnavailableError(self.unavailable_reason)
@@ -279,7 +289,7 @@ class FileStore:
             )
 
     def probe(self) -> None:
-        """Check that the store answers, at most every 10 s, or after a failure at each call.
+        """Check that the store answers. For 10 s after a successful check, do nothing.
 
         Raises:
             StorageUnavailableError: The store does not answer, or lacks the id of the queue.
@@ -297,7 +307,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the store in the `with` block; after one, allow only probes."""
+        """Translate errors of the store in the `with` block. After an error, allow only probes."""
         if not is_probe:
             self.check()
         try:

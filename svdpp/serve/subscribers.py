@@ -1,4 +1,4 @@
-"""Count of the clients that follow jobs, and the rate at which they query the queue."""
+"""Number of clients that follow jobs, and a limit on how often they query the queue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ _LOOKS_PER_SECOND = 200
 
 @dataclass
 class Subscribers:
-    """Clients that follow jobs. Each one polls its own job, so that none delays another."""
+    """Clients that follow jobs. Each client's request polls its job by itself.
+
+    Open archives are counted as clients, too.
+    """
 
     by_owner: Counter[str] = field(default_factory=Counter)
     """Number of clients that follow a job, by the name of the API key."""

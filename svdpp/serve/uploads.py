@@ -55,12 +55,13 @@ MAX_DECODERS = 2
 # Maximum seconds that a request waits until a decoder can start.
 _MAX_WAIT_SECONDS = 30.0
 
+# Maximum number of characters of an upload's file name. Longer names are cut.
 _MAX_NAME = 100
 # Niceness of decoder processes. Their priority is low, because two decoders can use both cores of a
 # small machine.
 _NICE = 10
-#: Maximum bytes of a decoder's output. So much fits in a pipe, so the decoder can write and end
-#: before the server reads.
+#: Maximum bytes of a decoder's output. This many bytes fit in a pipe, so the decoder can write them
+#: and end before the server reads them.
 _MAX_RESULT_BYTES = 16 * 1024
 #: Environment variables that a Python process may need to start.
 _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
@@ -84,15 +85,15 @@ DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
 class DecoderBusyError(SvdppError):
-    """Error for an upload that no decoder was free for in time; a later request may succeed."""
+    """Error for an upload for which no decoder became free in time; a later request may succeed."""
 
 
 class DecoderSlots:
     """Limit on concurrent decoders, with a fair queue over owners. Any thread may call any method.
 
     The next slot goes to the waiting owner with the fewest running decoders; among equals, to the
-    owner whose last slot began longest ago. So however many images one owner uploads, another owner
-    waits for at most one of them.
+    owner whose last slot began longest ago. So an owner with many images does not delay another
+    owner by more than one image.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -107,7 +108,7 @@ class DecoderSlots:
 
     @contextlib.contextmanager
     def acquire(self, owner: str, seconds: float) -> Iterator[None]:
-        """Wait for a slot, and hold the slot during the block.
+        """Wait for a slot, and hold the slot during the `with` block.
 
         Args:
             owner: Name of the owner who uploads the image.

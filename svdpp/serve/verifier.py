@@ -33,6 +33,7 @@ from svdpp.serve.job import Job, JobState, VerificationStatus
 from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 
+# Seconds between two checks of whether a running verification must stop.
 _POLL_SECONDS = 0.05
 # Seconds between two searches for clips to verify. The second value is for a fleet, in which each
 # search queries the shared database.
@@ -45,13 +46,13 @@ _NICE = 19
 class Verifier:
     """Thread that verifies finished clips while the ranks are idle. Any thread may call any method.
 
-    One clip is verified at a time. Requested verifications go first, and their owners take turns. A
-    verification that is interrupted by work for the ranks is repeated later.
+    One clip is verified at a time. Requested verifications go first, and their owners take turns.
+    If the ranks get work during a verification, it is stopped, and repeated later.
 
     Args:
         queue: Queue with the jobs of the clips.
         is_idle: Function that returns whether the ranks are ready and have no work.
-        when_idle: Whether to verify also clips for which nobody has requested it, the newest first.
+        when_idle: Whether to also verify clips without a request, the newest first.
         on_result: Function that the verifier's thread calls with the result of each comparison.
     """
 
@@ -73,15 +74,15 @@ class Verifier:
         self._cancelled: str | None = None
         self._num_begun = 0
         self._last_turns: dict[str, int] = {}
-        """Time of the latest verification of each owner's clips, as a sequence number over all
-        owners, from 1."""
+        """Number of the latest verification of each owner's clips. All verifications of this
+        server are numbered from 1."""
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         error_message = "the verification of a clip failed"
         self.thread = PeriodicThread(
             "verifier", self._run_once, seconds, error_message=error_message
         )
-        """Thread of the verifications. It also processes requests that an earlier server process
-        got."""
+        """Thread of the verifications. It also verifies clips for which an earlier server process
+        got the request."""
 
     def request(self, id: str) -> bool:
         """Request the verification of a completed clip.
@@ -117,7 +118,7 @@ class Verifier:
         ]
 
     def _verify(self, id: str) -> bool:
-        """Make a clip again and compare the two, unless the ranks have work.
+        """Make a clip again and compare both clips, unless the ranks have work.
 
         Returns:
             Whether a verification was begun. False if the ranks have work, or another server is
@@ -158,7 +159,7 @@ class Verifier:
         self._on_result(status)
 
     def _missing_files(self, job: Job) -> str:
-        """Return a text that names missing files of a verification; empty if none is missing."""
+        """Return a message that names a verification's missing files; empty: none is missing."""
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         image = job.input_path(self._folder)
@@ -214,7 +215,7 @@ def _parse_result(output: bytes, code: int) -> dict[str, Any]:
         if isinstance(result, dict):
             return result
     tail = output[-2000:].decode(errors="replace")
-    text = f"its process ended with code {code} without a result: {tail}"
+    text = f"the verifying process ended with code {code} and no result: {tail}"
     return _error_result(SvdppError(text, details={"exit_code": code, "output": tail}))
 
 

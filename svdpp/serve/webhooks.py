@@ -45,8 +45,8 @@ _MAX_RETRY_SECONDS = 6 * 3600.0
 # has ended, or its server has died.
 _ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
 _POLL_SECONDS = 10.0
-# Maximum number of concurrent DNS lookups of one host. Each occupies a thread, for a long time if
-# the DNS server is down.
+# Maximum number of concurrent DNS lookups of one host. Each lookup occupies a thread, which waits
+# for minutes if the DNS server is down.
 _MAX_LOOKUPS = 4
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 
@@ -58,8 +58,8 @@ class Webhooks:
         queue: Queue with the jobs whose webhooks are sent.
         hosts: Hosts to which webhooks may be sent, as in a URL: with the port, unless it is the
             default port of the scheme.
-        secrets: Secrets. Every webhook is signed with each of them, so that receivers can change
-            from an old secret to a new one.
+        secrets: Keys of the signatures. Every webhook has a signature with each key, so that
+            receivers can change from an old key to a new one.
         view: Function that returns the API's representation of a job.
     """
 
@@ -107,7 +107,7 @@ class Webhooks:
     # --- methods for the webhooks' thread only ----------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send due webhooks, `MAX_CONCURRENT` at a time, until none is due or the time is up."""
+        """Send due webhooks, `MAX_CONCURRENT` at a time, for about 30 s or until none is due."""
         end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -177,7 +177,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address for an attempt to connect; the next attempt gets another address.
+        """Return the IP address for an attempt. Attempts take turns through the host's addresses.
 
         Raises:
             RequestError: The host name has an address that is not public.
