@@ -118,7 +118,7 @@ class PostgresBackend:
         ("FOR UPDATE OF jobs", "take"),
     )
     clock_name = "the database's"
-    """Name of the clock that `now` reads, for messages."""
+    """End of messages such as "the clock of this machine is 90 s ahead of the database's"."""
     is_there = True
     """Whether the database exists. Always True, because a commit fails without the database."""
 
@@ -172,7 +172,7 @@ class PostgresBackend:
                 raise
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query, which uses its own connection and waits for no transaction.
+        """Return the rows of a query. It has a connection of its own, so no transaction delays it.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -186,7 +186,7 @@ class PostgresBackend:
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
         """
-        # The check writes, because a read also succeeds while the database is read-only.
+        # The check runs an UPDATE, because queries also succeed while the database is read-only.
         with self.transaction() as connection:
             connection.execute("UPDATE queue SET version = version WHERE false")
 
@@ -243,7 +243,7 @@ class PostgresBackend:
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Open the queue, or create the tables of a new one and mark its store."""
+        """Open the queue, or create a new one: its tables, and its id in the store."""
         ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")

@@ -95,8 +95,7 @@ class JobQueue(JobQueries):
         adopts: Whether to use a folder or database even if its files belong to another queue.
         url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
         store: Store of the files. None: the files are in the folder.
-        lease_seconds: Seconds without a renewal after which a claim ends. Used only
-            with `url`.
+        lease_seconds: Seconds without a renewal after which a claim ends. Used only with `url`.
     """
 
     def __init__(
@@ -364,7 +363,7 @@ class JobQueue(JobQueries):
     def set_verification(
         self, id: str, proof: VerificationStatus, reason: str | None = None
     ) -> bool:
-        """Set a completed job's verification status and reason; return whether the job exists."""
+        """Set a completed job's verification status and reason; return whether this was done."""
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     @contextlib.contextmanager

@@ -158,7 +158,10 @@ class JobQueries:
         return [id for (id,) in self.backend.fetch_all(query, owner, limit)]
 
     def waiting(self) -> list[tuple[str, SamplingConfig]]:
-        """Return id and sampling parameters of each job that this server may claim, next first."""
+        """Return id and sampling parameters of each queued job that this server may claim.
+
+        The job that is claimed next comes first.
+        """
         runnable, values = self._runnable
         waiting = []
         for id, text in self.backend.fetch_all(sql.ROUND_ROBIN.format(runnable), *values):
@@ -200,9 +203,9 @@ class JobQueries:
         return int(self.backend.fetch_all(query, *values)[0][0])
 
     def oldest_waiting(self) -> float | None:
-        """Return the unix time at which the oldest queued job was requested.
+        """Return the unix time at which the oldest queued job was requested; None: none is queued.
 
-        Jobs that this server cannot make are left out. None: no other job is queued.
+        Jobs that this server cannot make do not count.
         """
         runnable, values = self._runnable
         query = f"SELECT min(created_at) FROM jobs WHERE state = 'queued' AND {runnable}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 #: later.
 AGEING_SECONDS = 600.0
 
-#: Number of expired claims with which a job fails.
+#: Number of expired claims after which a job fails.
 MAX_EXPIRED_LEASES = 5
 
 

@@ -48,7 +48,7 @@ class RequestFiles:
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Add the field's name to errors about an uploaded file that the `with` block raises.
+        """Add the field's name to an InputError that the `with` block raises.
 
         Args:
             field_name: Name of the file, as in `VideoRequest.files`.
@@ -56,7 +56,8 @@ class RequestFiles:
         try:
             yield
         except InputError as error:
-            # The file also looks missing if the disk is not mounted; then `check` raises an error.
+            # The file also looks missing if the disk is not mounted. Then `check` raises the right
+            # error.
             self._store.check()
             error.details["field"] = field_of(field_name)
             raise

@@ -89,7 +89,7 @@ def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return (name, value) pairs as a dict, after a check that no name is repeated.
 
     Raises:
-        ApiError: A field is sent twice.
+        ApiError: A name is repeated.
     """
     numbers = Counter(name for name, _ in items)
     if repeated := [name for name, number in numbers.items() if number > 1]:
@@ -328,7 +328,7 @@ def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
 def _param_field(param: Param, highest: float) -> Any:
     """Return type and pydantic field of a sampling parameter.
 
-    The field is accepted under svdpp's and under diffusers' name, which vLLM-Omni uses too.
+    Requests may use svdpp's name of the parameter, or diffusers' name, which vLLM-Omni uses, too.
     """
     default = f" By default {param.shown_default}." if param.shown_default else ""
     lowest: dict[str, Any] = {"gt" if param.excludes_lowest else "ge": param.lowest}
@@ -401,7 +401,7 @@ class Capabilities:
     def model_key(self) -> str:
         """Key of the model, equal to `Job.model_key` of the jobs that the server can make.
 
-        It is the fingerprint or commit of the weights, or without one the name of the model.
+        It is the fingerprint or commit of the weights. If there is neither, it is the model's name.
         """
         return self.weights or self.model
 

@@ -176,7 +176,11 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 
 def _form_fields(form: FormData) -> dict[str, Any]:
-    """Return the values of a form's fields, after a check that no field but references repeats."""
+    """Return the values of a form's fields.
+
+    Raises:
+        ApiError: A field is sent more than once. Only references may be.
+    """
     items = form.multi_items()
     fields = without_repetition([(name, value) for name, value in items if name != REFERENCES])
     if references := [value for name, value in items if name == REFERENCES]:

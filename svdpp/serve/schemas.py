@@ -1,4 +1,4 @@
-"""Response models of the API: videos and errors, and the names of their fields."""
+"""Response models of the API: videos, batches and errors; names of request fields."""
 
 from __future__ import annotations
 
@@ -405,8 +405,8 @@ class DeletedFile(BaseModel):
     deleted: Literal[True] = True
 
 
-#: Suffixes of the ids of a batch's result files. The value tells whether the file has the lines
-#: that failed, or else the completed lines.
+#: Suffixes of the ids of a batch's result files. True: the file has the lines that failed. False:
+#: it has the completed lines.
 OUTPUT_FILES = {"_output": False, "_error": True}
 
 

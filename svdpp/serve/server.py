@@ -385,7 +385,7 @@ async def get_health(service: ServiceDep) -> JSONResponse:
 
 @public.get("/ready", responses=_NOT_READY)
 def get_ready(service: ServiceDep) -> JSONResponse:
-    """Report whether the server accepts requests, or why not: for example, the queue is full."""
+    """Report whether the server accepts requests; if not, with status 503 and the reason."""
     return _health(service, service.not_ready_reason())
 
 

@@ -121,7 +121,7 @@ class Service:
         """Thread that removes clips whose owners deleted them while ranks worked on the clips."""
 
     def _create_folders(self) -> None:
-        """Create the folders of files in the data folder, which only this user can read."""
+        """Create the folders for uploads, clips and latents. Only this user can read them."""
         for name in (UPLOADS_FOLDER, CLIPS_FOLDER, LATENTS_FOLDER):
             output_files.check_writable(self.folder / name)
             (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -196,7 +196,7 @@ class Service:
         if self.queue.store.unavailable_reason:
             return "the store of files cannot be used"
         try:
-            # The check writes, because a read-only database still answers reads.
+            # `check` runs an UPDATE, because queries also succeed on a read-only database.
             if self.queue.is_shared:
                 self.queue.backend.check()
             is_full = self.queue.num_open() >= self.settings.max_open
@@ -394,7 +394,7 @@ class Service:
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Request the verification of a completed clip: a comparison with one device.
+        """Request the verification of a completed clip: one device makes it again, to compare both.
 
         Raises:
             ApiError: The owner has no such completed clip, or the clip has no files.
@@ -454,12 +454,12 @@ class Service:
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return why this server cannot make a job of its own model; None if it can."""
+        """Return why this server cannot make a job, although it has the model; None if it can."""
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make a job of its own or another model; None if it can."""
+        """Return why this server cannot make a job of any model; None if it can."""
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
         own_model = self.capabilities.model

@@ -1,8 +1,8 @@
 """SQLite backend of the queue, for a single server.
 
 The queue uses the same SQL for SQLite and PostgreSQL: `?` is a placeholder for a value, and
-`clock()` is the unix time. The time is the database's, because the clocks of a fleet's servers may
-differ.
+`clock()` is the unix time. In PostgreSQL it is read from the database's clock, because the clocks
+of the servers may differ.
 
 A full disk must not keep clients from removing clips, which frees space. A file therefore reserves
 some space, and is removed once the disk is full, so that changes of the queue still fit.
@@ -128,7 +128,7 @@ class SqliteBackend:
     which they are tried."""
 
     clock_name = "what it was when the server started"
-    """Name of the clock that `now` reads, for messages."""
+    """End of messages that begin with "the clock of this machine is 90 s ahead of"."""
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._clock = SteadyClock()

@@ -2,7 +2,7 @@
 
 Servers that do not share a folder share a bucket, called the store. Each server then works in a
 data folder of its own. An object in the store has the same name as its file in the data folder. An
-object is stored before a row of the queue names it. Its content never changes.
+object is stored before a row of the queue names it. The content of an object never changes.
 """
 
 from __future__ import annotations

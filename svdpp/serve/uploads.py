@@ -175,7 +175,7 @@ class UploadStore:
         owner: str = "",
         decoded: DecodedImages | None = None,
     ) -> MediaFile:
-        """Decode an image, and store it durably. After an error, no file is left.
+        """Decode an image or a video, and store it durably. After an error, no file is left.
 
         Args:
             source: Open file with the image, which is read from the beginning.

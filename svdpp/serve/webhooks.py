@@ -1,8 +1,8 @@
 """Webhooks: HTTP requests to the `callback_url` of a job when the job is completed or failed.
 
-Due webhooks are stored in the queue, so that they are sent even if a server is killed. Each webhook
-is delivered at least once, always with the same id. Webhooks are signed as described at
-https://www.standardwebhooks.com.
+Due webhooks are stored in the queue, so that they are sent even if a server is killed. A webhook is
+tried again until it is delivered, but at most `MAX_ATTEMPTS` times. It may arrive more than once,
+always with the same id. Webhooks are signed as described at https://www.standardwebhooks.com.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ ATTEMPT_SECONDS = 10.0
 #: Maximum number of webhooks that are sent at the same time.
 MAX_CONCURRENT = 16
 
+# Seconds between the first two attempts. The time grows fourfold with each attempt, up to the
+# maximum.
 _FIRST_RETRY_SECONDS = 5.0
 _MAX_RETRY_SECONDS = 6 * 3600.0
-# Seconds after the start of an attempt after which another attempt may begin. By then, the attempt
-# has ended, or its server has died.
+# Seconds from the start of an attempt until another attempt may begin. By then, the attempt has
+# ended, or its server has died.
 _ATTEMPT_LEASE_SECONDS = 3 * ATTEMPT_SECONDS
+# Seconds between two searches for due webhooks.
 _POLL_SECONDS = 10.0
 # Maximum number of concurrent DNS lookups of one host. Each lookup occupies a thread, which waits
 # for minutes if the DNS server is down.
@@ -89,7 +92,7 @@ class Webhooks:
             error_message="webhooks cannot be sent now",
             on_close=self._send_due,
         )
-        """Thread that sends due webhooks. At its end, it tries each due webhook once more."""
+        """Thread that sends due webhooks. When it is closed, it first sends those that are due."""
 
     def check(self, url: str) -> None:
         """Check that the host of a URL is allowed. URLs with a user name or password are rejected.
@@ -263,7 +266,7 @@ def _event_body(id: str, job: Job, video: Video) -> bytes:
 
 
 def _is_public(text: str) -> bool:
-    """Whether an IP address is public. IPv6 addresses must be unicast and must not embed IPv4."""
+    """Whether an IP address is public and unicast. 6to4 is excluded, because it embeds IPv4."""
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         return address.is_global and address in _UNICAST and address.sixtofour is None
