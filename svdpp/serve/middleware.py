@@ -261,7 +261,7 @@ def _media_type_of(content_type: str, path: str) -> str:
     shown = kind.decode(errors="replace")[:60]
     if shown not in _UPLOAD_TYPES[path]:
         text = f"Content-Type must be {' or '.join(_UPLOAD_TYPES[path])}, not {shown!r}"
-        hint = "send the fields as curl -F does; an image is the field input_reference"
+        hint = "send a form, as curl -F does, with an image in the field input_reference"
         if path in _BATCH_PATHS:
             hint = "send the file of lines as curl -F file=@FILE does"
         raise ApiError(415, "unsupported_media_type", text, hint)
@@ -289,10 +289,10 @@ def _check_host(headers: Headers) -> None:
     host = headers.get("host", "")
     name = HOST_PATTERN.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
-        text = f"without API keys only local hosts are served, not {host[:100]!r}"
+        text = f"a server without API keys serves only local hosts, not {host[:100]!r}"
         hint = "use http://127.0.0.1, or start the server with `api_key_file`"
         raise ApiError(403, "wrong_host", text, hint)
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
-        text = f"pages of {origin[:100]!r} may not use this server without a key"
+        text = f"web pages of {origin[:100]!r} may not use a server without API keys"
         raise ApiError(403, "wrong_origin", text)

@@ -374,7 +374,7 @@ class PostgresBackend:
     def _unavailable_error(self, reason: str) -> BackendUnavailableError:
         return BackendUnavailableError(
             f"the queue {self._address!r} does not answer: {reason}",
-            "check that PostgreSQL runs there, takes this user, and is not read-only",
+            "check that PostgreSQL runs there, accepts this user, and is not read-only",
             details={"queue": self._address, "reason": reason, "timeout_seconds": _CALL_SECONDS},
         )
 

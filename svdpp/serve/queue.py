@@ -166,7 +166,7 @@ class JobQueue(JobQueries):
         if not self.backend.is_there:
             return "the queue was removed or replaced"
         if not self.store.is_mounted:
-            return "the storage of the videos is not there"
+            return "the folder of the videos is not there"
         return "the disk is nearly full" if self.store.is_disk_low else ""
 
     def now(self) -> float:
@@ -219,7 +219,9 @@ class JobQueue(JobQueries):
                 return _check_same_request(job_from_row(row), job)
             self._check_limits(connection, job.owner, max_open, max_open_of_owner)
             if uptime() > until:
-                raise OutputError("the server was stopped for too long during a request")
+                raise OutputError(
+                    "the request took too long to store: its files may have been removed"
+                )
             sql.insert_job(connection, job)
             self.notify(connection, QUEUED)
         return job

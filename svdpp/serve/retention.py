@@ -231,8 +231,8 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     if clips:
         newest = max(orphans[name] for name in clips)
         logger.error(
-            "the queue has no rows for clips (number: {}), the newest of {}: a part of the queue "
-            "is missing, or it is an older copy. The clips are kept in {}",
+            "the queue has no rows for clips (number: {}), the newest from {}: a part of the queue "
+            "is missing, or the queue is an older copy. The clips are kept in {}",
             len(clips),
             time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(newest)),
             lost,

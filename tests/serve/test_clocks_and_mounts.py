@@ -247,7 +247,7 @@ def test_a_server_says_that_its_files_are_not_mounted(
         ready = server.client.get("/ready")
         assert (ready.status_code, ready.json()["reason"]) == (
             503,
-            "the storage of the videos is not there",
+            "the folder of the videos is not there",
         )
         for answer in (
             server.request(),

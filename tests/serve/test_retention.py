@@ -162,7 +162,7 @@ def test_clips_whose_rows_were_lost_with_a_part_of_the_log_are_kept_and_reported
         assert {path.name for path in moved} == {Path(name.format(id=after)).name for name in FILES}
         assert all(path.is_relative_to(restored / "lost+found") for path in moved)
         assert ids_of_files(restored) == {before}
-        assert "the queue has no rows for clips (number: 1), the newest of 20" in told[-1]
+        assert "the queue has no rows for clips (number: 1), the newest from 20" in told[-1]
         assert str(moved[0].parent) in told[-1]
 
 

@@ -220,7 +220,7 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
     assert not queue.unavailable_reason
     (tmp_path / "data").rename(tmp_path / "away")
     (tmp_path / "data").mkdir()  # an empty mount point
-    assert queue.unavailable_reason == "the storage of the videos is not there"
+    assert queue.unavailable_reason == "the folder of the videos is not there"
 
 
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:
