@@ -134,7 +134,8 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: Packet whose tensors are on `device` (these are the payload) or in host memory.
+        packet: Packet whose tensors are on `device` (the payload, which is not returned here) or in
+            host memory.
         device: Device of the rank.
         crc: CRC-32 of the payload; None: the receiver does not check the payload.
     """
@@ -225,7 +226,7 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Build the packet from its payload, with copied tensors: views could be misaligned.
+        """Return the packet with the tensors of its payload, copied: views could be misaligned.
 
         Args:
             payload: Payload, uint8 of shape (bytes,), with the number of bytes given to `check`.

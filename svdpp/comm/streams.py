@@ -6,8 +6,9 @@ the few exceptions with their reasons. Three rules make copies safe while kernel
 - Memory that a side stream fills is allocated in the context of that stream. The caching allocator
   ties each block to a stream, and queued kernels may still use a free block of another stream.
 - `record_stream` is called if a second stream uses memory of a side stream.
-- Each thread that copies has one stream for its whole life. Memory is cached by stream, and if a
-  stream were created for each message, the streams would repeat after 32, the size of torch's pool.
+- Each thread that copies has one stream for its whole life. If it used a new stream for each
+  message, the allocator would cache memory for each of them, and after 32 streams (the size of
+  torch's pool) two threads could get the same stream.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Transport:
             the links.
         checksum: Whether the sender computes a CRC-32 of each payload, and the receiver checks it.
         monotonic_ahead: Seconds by which this host's monotonic clock is ahead of the clock of rank
-            0, which times in packets refer to.
+            0. Times in packets are times of rank 0's clock.
     """
 
     rank: int
@@ -125,8 +125,8 @@ class Transport:
         channel. Predictions and the packets that open links are not listed. The caller clears the
         lists."""
         self.bytes_sent = self.bytes_received = 0
-        """Number of bytes of payloads sent so far, on all channels; `bytes_received` counts
-        received ones."""
+        """Number of bytes of all payloads sent so far, on all channels. `bytes_received` is the
+        same for received payloads."""
         # A lock is needed, because ProcessGroupNCCL is not documented as thread-safe.
         self._enqueue = threading.Lock()
         self._counting = threading.Lock()

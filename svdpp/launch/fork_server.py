@@ -1,9 +1,9 @@
 """Fork server for CPU ranks, which imports torch and the model's classes once for all ranks.
 
 This module does not import torch, so that a command can start the server before it imports torch
-itself. The server is the fork server of multiprocessing, which waits forever for a stopped rank,
-and does not notice during imports that the process that started it has ended. The server therefore
-imports this module first, which asks the kernel for a signal when that process ends.
+itself. The server is the fork server of multiprocessing. By itself, that server does not notice
+during its imports that its starter has ended, and it waits forever for a stopped rank. Therefore it
+imports this module first, and this module asks the kernel for a signal when the starter ends.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from types import TracebackType
 from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 
-#: Module that the server imports for all ranks; `_MODEL_MODULE` is only for ranks that load a
-#: model.
+#: Module that the server imports for all ranks. `_MODEL_MODULE` is imported only for ranks that load
+#: a model other than the dummy.
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"
 
-#: Environment variable that tells the server the process id and the temporary folder of the process
-#: that started it, and the modules to import.
+#: Environment variable with a JSON list for the server: process id and temporary folder of the
+#: process that starts the server, then the modules to import.
 _TASK = "SVDPP_FORK_SERVER"
 _WAIT_SECONDS = 1.0
 
@@ -85,7 +85,7 @@ def modules_for(family: str | None) -> list[str]:
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Start the fork server, if ranks on `device` are forked, before the command imports torch.
+    """Start the fork server if ranks on `device` need it. Call this before torch is imported.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -105,8 +105,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
             _remove(folder)
             os._exit(0)  # a normal exit would take a second to unload torch
 
-    # The kernel also sends the signal when only the thread that started this server has ended, so
-    # the handler checks whether the whole process has ended.
+    # The kernel also sends the signal if only the starter's thread has ended, so the handler checks
+    # whether the starter's whole process has ended.
     signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
@@ -141,7 +141,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _print_unless_reported(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an uncaught exception, except for a refused fork, which the parent reports itself."""
+    """Print an uncaught exception, except if the system refused a fork: the parent reports that."""
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)
 

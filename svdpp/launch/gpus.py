@@ -1,6 +1,6 @@
 """GPUs that this process can use, read with NVML instead of CUDA, and free host memory.
 
-Reading them with `torch.cuda` would create a CUDA context of about 0.5 GB on every GPU, and
+`torch.cuda` is not used, because it would create a CUDA context of about 0.5 GB on every GPU, and
 processes that are forked afterwards could not use CUDA.
 """
 

@@ -20,7 +20,7 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
 from svdpp.launch.world import World, store_address
 
-# Timeout of leaving the group. The parent must wait longer than this for the end of a rank.
+# Longest time in seconds for leaving the group. The parent must wait longer for the end of a rank.
 _LEAVE_SECONDS = 20.0
 
 #: Open stores (`dist.Store`) of this process, by world, host and port.
@@ -30,7 +30,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group: PIPELINE_BACKEND, or what suits the devices.
+    """Return the backend of the process group: PIPELINE_BACKEND, or the one that suits the devices.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
@@ -137,8 +137,8 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        # Without an open listener, the store would listen on all addresses. libuv's server does not
-        # accept one (torch 2.13).
+        # Without a listening socket, the store would listen on all addresses. Its libuv server does
+        # not accept a listening socket (torch 2.13).
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )
@@ -183,9 +183,9 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     """Leave the process group. Call this only after all packets have been received.
 
-    `ncclCommDestroy` may wait for the rank at the other end of each communicator, while that rank
-    closes its communicators in another order (vllm-project/vllm#39846). After `timeout`, a warning
-    is logged, and the function returns.
+    Two ranks that close their communicators in different orders may wait for each other in
+    `ncclCommDestroy` (vllm-project/vllm#39846). After `timeout`, a warning is logged, and the
+    function returns.
 
     Args:
         timeout: Seconds to wait for the other ranks.
@@ -216,7 +216,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        return  # this check is skipped; a later one detects two ranks on one GPU by its UUID
+        return  # not checked here: a later check finds two ranks on one GPU by the GPU's UUID
     if count < needed:
         plural = "s" if needed > 1 else ""
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"

@@ -36,16 +36,16 @@ _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 # launched ranks.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
-# Lock that is held while a temporary folder is created. A process that ends acquires it before it
-# removes its folders, and never releases it.
+# Lock that is held while a temporary folder is created. A process that is about to end acquires the
+# lock before it removes its folders, and never releases the lock.
 _making_folder = threading.Lock()
 
 # Lock that is held while the temporary folder is chosen, because Python writes a test file into
-# each candidate. A process that ends acquires the lock before it removes its folders, and never
-# releases it. The lock is reentrant, because a signal handler may need the folder.
+# each candidate. A process that is about to end acquires the lock before it removes its folders,
+# and never releases the lock. The lock is reentrant, because a signal handler may need the folder.
 _choosing_folder = threading.RLock()
-# Largest length of the temporary folder's path. A socket's path has at most 107 bytes (unix(7)), of
-# which multiprocessing adds the given part.
+# Largest length of the temporary folder's path, in bytes. The path of a Unix socket has at most 107
+# bytes (unix(7)), and multiprocessing appends a text of this form to the folder.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -90,8 +90,8 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         # imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # Importing torch creates Inductor's cache folder. Nothing is compiled, so any existing
-        # folder can be named.
+        # Importing torch would create a cache folder for Inductor. Nothing is compiled, so a folder
+        # that exists is named instead.
         "TORCHINDUCTOR_CACHE_DIR": _existing_temp_dir(),
         # By default, OpenMP threads spin after a parallel region, which takes most of the time of a
         # machine with few cores.

@@ -63,7 +63,7 @@ class RankHello(NamedTuple):
     shared_settings: dict[str, str]
     """Settings of the rank, which must equal the settings of rank 0."""
     missing: list[str]
-    """Paths of the probe files of rank 0 that do not exist on the rank's host."""
+    """Paths of files that all hosts must share (`Endpoint.probes`), but that this host lacks."""
     error: dict[str, Any] | None
     """Error because of which the rank cannot start, from `error_to_dict`; None: no error."""
 
@@ -153,7 +153,7 @@ class RankListener:
                 run = threading.Thread(target=self._greet, args=[accepted], daemon=True)
                 run.start()
             else:
-                accepted.close()  # the rank that connected will try again
+                accepted.close()  # too many handshakes: the rank will connect again
         with contextlib.suppress(queue.Empty):
             return self._greeted.get_nowait()
         return None
@@ -375,7 +375,7 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
         lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
-    # rank 0 runs in a thread; this object takes the place of its process in the handle
+    # rank 0 runs in a thread, so in its handle this object takes the place of a process
     process = SimpleNamespace(pid=None, exitcode=None)
 
     def run() -> None:

@@ -87,7 +87,7 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         details = {}
-        # a fork server whose fork fails ends, which closes the pipe to it
+        # if a fork fails, the fork server ends, which closes the pipe to it
         if isinstance(error, EOFError):
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
@@ -179,7 +179,11 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the limit that an error is about, as `{"limit": ...}`; empty if there is no limit."""
+    """Return the limit of files or processes that an error has met, such as `{"limit": 1024}`.
+
+    Returns:
+        Details for an error; empty if the number is not limited.
+    """
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)
     return {} if soft == resource.RLIM_INFINITY else {"limit": soft}

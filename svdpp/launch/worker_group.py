@@ -1,4 +1,4 @@
-"""`WorkerGroup`: the ranks as the parent sees them, with their channels, start and end."""
+"""`WorkerGroup`: how the parent starts ranks, exchanges messages with them, and ends them."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class ControlChannel:
 class QueuedChannel(ControlChannel):
     """Parent's end of a connection, whose `send` queues messages for a sender thread.
 
-    A direct write could block, because a rank reads only between actions, and a pipe's buffer is
-    small.
+    A direct write could block, because a rank reads only between actions and between steps, and a
+    pipe's buffer is small.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -224,7 +224,7 @@ class WorkerGroup:
             if worker.process is None:
                 self._gone.append(rank)
         except OSError:
-            # the host cannot be reached; the supervisor will notice the missing heartbeats
+            # the host cannot be reached; the missing heartbeats will show that its ranks are lost
             worker.channel.close()
         return messages
 
@@ -247,7 +247,12 @@ class WorkerGroup:
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
-        """Return the last output of a rank; None if the rank ended before its entry point."""
+        """Return the last output of a rank.
+
+        Returns:
+            At most 4000 characters; empty if a launcher started the ranks. None: the rank has not
+            opened its output file, because it was still importing the user's script.
+        """
         if self._folder is None:
             return ""
         path = _output_file(self._folder, rank)
@@ -455,7 +460,7 @@ def _start_processes(
         for rank in range(start.world_size):
             deadline.rank = rank
             ours, theirs = context.Pipe(duplex=True)
-            # The ranks are daemons, because Python waits at its exit for other processes.
+            # The ranks are daemons, because at its exit Python waits for non-daemon processes.
             process = context.Process(target=_run_worker, args=(rank, start, theirs), daemon=True)
             channel = QueuedChannel(ours)
             workers.append(WorkerHandle(socket.gethostname(), rank, channel, process))

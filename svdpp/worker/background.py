@@ -60,8 +60,8 @@ class Reporter:
 
     Args:
         channel: Channel to the parent.
-        other_host: Name of the rank's host, for errors of clips; empty if the rank runs on the host
-            of rank 0.
+        other_host: Name of the rank's host, which begins the messages of failed clips; empty if the
+            rank runs on the host of rank 0.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
@@ -100,7 +100,7 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set action, step and wait for the heartbeats; send one at once if action or wait changes.
+        """Set the position that heartbeats report; send one at once if action or waiting changes.
 
         Args:
             action: Current action; None: the rank has no work.
@@ -150,7 +150,7 @@ class Reporter:
     def _heartbeat(self) -> Heartbeat:
         memory = None
         if self.device:
-            # without a device, the heartbeat has no memory use
+            # if the memory use cannot be read, the heartbeat is sent without it
             with contextlib.suppress(OSError, RuntimeError):
                 memory = bytes_in_use(self.device)
         writing = any(writer.is_busy() for writer in self.writers)
@@ -167,8 +167,8 @@ class Reporter:
 
 # --- threads that write files ---------------------------------------------------------------------
 
-# Largest number of queued calls of a writer thread. If the disk is slow, the rank waits for the
-# thread and does not fill its memory with clips.
+# Largest number of queued and running calls of a writer thread. If the disk is slow, the rank waits
+# for the thread, instead of filling its memory with clips.
 _MAX_WAITING = 2
 
 
@@ -181,7 +181,8 @@ class BoundedExecutor:
     Args:
         name: Name of the thread.
         device: Device of the rank.
-        reporter: Reporter of errors, whose heartbeats report whether a call is queued.
+        reporter: Reporter that gets errors. Its heartbeats report whether a call is queued or
+            running.
     """
 
     def __init__(self, name: str, device: torch.device, reporter: Reporter) -> None:
@@ -223,7 +224,8 @@ class BoundedExecutor:
             raise
 
     def _finish_first(self) -> None:
-        self._waiting[0].result()  # removed after the call, because a running call counts as queued
+        # The call is removed only after it has ended, because `is_busy` counts running calls.
+        self._waiting[0].result()
         self._waiting.pop(0)
 
 
@@ -231,11 +233,12 @@ class ClipWriter(BoundedExecutor):
     """Thread that writes clips, one at a time, in the order of `put`.
 
     Args:
-        reporter: Sender of a `ClipDone` for each clip, or of an error.
+        reporter: Sender of a `ClipDone` for each written clip, and of an error for each clip that
+            cannot be written.
         conditions: Conditions for the clips' JSON; see `worker.device.conditions_of`.
         device: Device of the rank.
         tensor_store: Store of frames and sound for verification; None: nothing is kept.
-        host: Name of the host for the clips' JSON; empty unless a launcher has started the ranks.
+        host: Name of the host for the clips' JSON; empty if no launcher started the ranks.
     """
 
     def __init__(
@@ -321,7 +324,7 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """Return metadata that say that a clip's exactness is not assured, if GPU memory ran short."""
+    """Return metadata that mark a clip as perhaps not exact, if GPU memory ran short; else {}."""
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -343,7 +346,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet for writing under a clip's key. Its tensors must not change afterwards."""
+        """Queue a packet for writing under a clip's key. The packet's tensors must not change."""
         self.submit(self._save, key, packet, record_event(self._device))
 
     def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:
@@ -368,11 +371,14 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader that prepares images in threads: the next clip's image, and one of a later clip.
+    """Reader that prepares images ahead, in threads.
+
+    At any time, one image is prepared for the next clip that `take` will get, and at most one for a
+    clip that has not been submitted yet.
 
     Args:
-        prepare: Function for the part of an encode that needs no device. It is called in the
-            threads of the reader.
+        prepare: Function that prepares a clip's input: the part of an encode that needs no device.
+            The reader's threads call it.
         device: Device of the rank, which becomes the current device of the threads.
     """
 

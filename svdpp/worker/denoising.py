@@ -1,4 +1,4 @@
-"""Execution of a DENOISE action: the steps, checks of latents, and the exchange within a pair."""
+"""Execution of a DENOISE action: steps, checks of latents, exchange within a pair of ranks."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Denoising:
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
         rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
 
-    A rank that drops the clip sends a tombstone instead of its next prediction, because its partner
-    has already posted the receive.
+    A rank that drops the clip sends a tombstone (a packet without tensors, see `Packet`) instead of
+    its next prediction, because its partner has already posted the receive.
 
     Args:
         context: Context of the rank.
@@ -101,7 +101,7 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Tell the partner in a pair, by a tombstone, that this rank drops the clip."""
+        """Send a tombstone to the partner of a pair, if the partner waits for a prediction."""
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)

@@ -1,4 +1,4 @@
-"""Device of a rank: settings on which bits depend, memory use, and a profiler of one clip."""
+"""Device of a rank: torch's settings that change bits, memory use, and a profiler of one clip."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def conditions_of(
 
     Returns:
         JSON values by name: settings of torch; on a GPU also the GPU's model and the versions of
-        libraries; with an attention backend also its name and whether it repeats its bits on this
-        device.
+        libraries; with an attention backend also its name, and whether equal inputs always give
+        equal bits on this device.
 
     Raises:
         RequestError: The attention backend does not run on the device in the model's dtype.
@@ -114,8 +114,8 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Number of retried and failed allocations on each device before this process created the first
-# `MemoryPressure`.
+# Number of retried and failed allocations on each device, at the time at which this process created
+# its first `MemoryPressure` for the device.
 _events_before: dict[torch.device, int] = {}
 
 
@@ -127,7 +127,8 @@ class MemoryPressure:
     first shortage, all clips of the process may differ, even clips of a later pipeline.
 
     Args:
-        device: Device of the rank, after the model is loaded. On the CPU, nothing is detected.
+        device: Device of the rank, on which the model has been loaded. On the CPU, nothing is
+            detected.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -184,7 +185,7 @@ def status_bytes(name: str) -> int:
     """Return a size from /proc/self/status in bytes.
 
     Args:
-        name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM the peak of it.
+        name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM is its peak.
     """
     text = Path("/proc/self/status").read_text()
     line = next(line for line in text.splitlines() if line.startswith(f"{name}:"))
@@ -196,7 +197,7 @@ def status_bytes(name: str) -> int:
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` need less memory"),
     Kind.DENOISE: (
-        "a denoising step",
+        "running a denoising step",
         "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` need less memory",
     ),
     Kind.DECODE: (
@@ -223,10 +224,10 @@ def out_of_memory_named(
     """Turn out-of-memory errors in the `with` block into an `OutOfMemoryError` that names the work.
 
     Args:
-        doing: Current action, or "reference" for the reference of a verification; None while the
-            model loads.
+        doing: Current action; "reference" while a verification recomputes a clip in one process;
+            None while the model loads.
         device: Device on which the block works; None: not known yet.
-        rank: Number of the rank; None: the block runs in the process of the reference.
+        rank: Number of the rank; None: the block runs in the process of a verification.
 
     Raises:
         OutOfMemoryError: Memory ran out. `details` has `device` and `rank`; for an action `clip`
@@ -264,7 +265,7 @@ def _free_bytes(device: str) -> int:
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Set torch's settings on which bits depend, before any work on the device.
+    """Set torch's settings on which bits depend. Call this before any work on the device.
 
     Args:
         num_threads: Number of intra-op threads on the CPU, on which the rounding of sums depends.
@@ -281,8 +282,8 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     # By default, the mode also fills new tensors with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.startswith("cuda"):
-        # NVIDIA documents two values of this variable as reproducible. cuBLAS reads it when it is
-        # first used.
+        # NVIDIA documents two values of this variable as reproducible; this is one of them. cuBLAS
+        # reads the variable only at its first use.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.backends.cudnn.benchmark = False
         torch.backends.cudnn.deterministic = True

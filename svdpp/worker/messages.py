@@ -22,8 +22,8 @@ def _parse_text(value: object) -> object:
     return Action.parse(value) if isinstance(value, str) else value
 
 
-#: Action of a rank, which JSON messages contain as a list of the action's fields. Tests also write
-#: actions as text.
+#: Action of a rank. JSON messages contain it as a list of its fields. Tests also write it as text,
+#: such as `DENOISE c0 2:4`.
 ActionField = Annotated[Action, BeforeValidator(_parse_text)]
 
 
@@ -201,7 +201,7 @@ class PromptTruncated(Event):
 
     clip: int
     text: str
-    """The end of the prompt that the model ignores."""
+    """End of the prompt, which the model ignores."""
 
 
 class CheckpointLost(Event):
@@ -270,7 +270,7 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """Return the command or event in bytes that `to_bytes` has returned.
+    """Return the command or event that `to_bytes` has turned into `message`.
 
     Raises:
         ValueError: The text is not JSON, or a field is missing, unknown or of another type.

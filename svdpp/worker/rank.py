@@ -124,7 +124,7 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    # a process that a launcher started does not end with the rank
+    # a launcher's process goes on after the rank has ended, so the process group is closed here
     if launch.world.launcher is not None:
         process_group.destroy()
 
@@ -243,8 +243,8 @@ def load_rank_model(
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# Length of the sequence of actions by which a rank decodes a part of a clip for another rank: RECV,
-# DECODE, SEND_FRAMES.
+# Number of actions with which a rank decodes a part of a clip for another rank: RECV, DECODE,
+# SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 
@@ -258,19 +258,19 @@ class ActionQueue(deque[Action]):
 
     Clips that are submitted one at a time then overlap like clips that are submitted together: a
     RECV at the start of a new list is moved before the work on the queue's last clip, if that work
-    has not begun.
+    has not begun. In this example, `RECV c1 @2 <0` receives clip 1 after two steps from rank 0:
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
         queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
 
-    If a rank helps another rank to decode clip c (RECV, DECODE and SEND_FRAMES of some frames),
-    these actions are moved after the rank's steps of clip c + 1, unless they have begun. Otherwise
-    the rank would idle until clip c has passed the ranks between the two ranks.
+    A rank may help another rank to decode clip c (RECV, DECODE and SEND_FRAMES of some frames). If
+    these three actions have not begun, they are moved after the rank's steps of clip c + 1.
+    Otherwise the rank would idle until clip c has passed all ranks between itself and the other.
 
-    The helping actions are moved behind one clip only, because ranks get their lists at different
+    The three actions are moved behind one clip only, because ranks get their lists at different
     times. So the help with clip c waits at most for steps of clip c + 1, and these steps wait at
-    most for the help with clip c on an earlier rank. Ranks never wait for each other in a circle.
+    most for the help with clip c on an earlier rank. Ranks therefore never wait in a circle.
     """
 
     def holds(self, clip: int) -> bool:
@@ -304,7 +304,7 @@ class ActionQueue(deque[Action]):
 
 
 class CommandReceiver:
-    """Receiver of the parent's commands between actions; between steps, of cancellations only."""
+    """Receiver of the parent's commands, which it reads between actions and between steps."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -346,7 +346,10 @@ class CommandReceiver:
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled a clip that still has actions. Never blocks."""
+        """Whether the parent has cancelled a clip. Receives waiting commands; never blocks.
+
+        The result is False for a clip that has no actions left on this rank.
+        """
         self._receive_all()
         return clip in self._cancelled
 

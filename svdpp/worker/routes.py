@@ -20,8 +20,8 @@ class Router:
     """Router that computes each clip's route (which rank runs which steps) and each rank's actions.
 
     The parent and each rank have a router, and all of them compute the same actions, so that only
-    requests are sent to the ranks. Ranks load parts of the model and open links when they start,
-    which limits the routes of later clips.
+    requests are sent to the ranks. The ranks load parts of the model and open links only when they
+    start, so the route of a later clip can use no other parts and links.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -81,7 +81,8 @@ class Router:
         if config.sampling.from_image and not self._config.sampling.from_image:
             raise RequestError(
                 "the ranks were started for clips from text alone",
-                "set from_image in the sampling parameters of the pipeline to make both kinds",
+                "set from_image in the sampling parameters of the pipeline to make clips from text "
+                "and from images",
             )
         return config
 

@@ -51,7 +51,7 @@ def run_secondary_rank(
     Args:
         entry: Entry point of the rank, such as `rank_main`.
         argument: Second argument of `entry`.
-        config: Configuration of the rendezvous, which is the same on all ranks except for the rank.
+        config: Configuration of the rendezvous. Only `config.world` differs between ranks.
         device: Name of the rank's device, for messages.
         observers: Callbacks that get (rank, event) for each event that this rank reports.
         say: Function that prints the rank's last message; see `Pipeline.serve`.
@@ -73,7 +73,7 @@ def run_secondary_rank(
     parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
-        pass  # wait for rank 0's signal to begin; if the connection is lost, the process exits
+        pass  # wait until rank 0 sends BEGIN; if the connection is lost, the process exits
     launch = LaunchContext(
         config.world,
         config.backend,

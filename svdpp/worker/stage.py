@@ -76,8 +76,9 @@ class PipelineStage:
         # Packets (clip, step) that this rank should have sent since it was last idle, by peer and
         # channel. `idle` compares them with `Transport.sent`.
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensor shapes and dtypes of the first packet of each kind. The kind of
-        # the request and the step determine the kind of the packet.
+        # Tensor shapes and dtypes of the first packet of each kind. Packets are of the same kind if
+        # their clips have the same sampling parameters and finished steps, and if both or neither
+        # have a prompt (and a negative prompt).
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
@@ -149,7 +150,7 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """End a list of actions: check that all its packets were sent, and report the rank as idle.
+        """Check that all packets of the finished actions were sent, and report the rank as idle.
 
         Raises:
             MismatchError: This rank has sent other packets than its actions require. The sender
@@ -298,7 +299,7 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the packet's sender counts the earlier seconds
+            packet.compute_seconds = 0.0  # the rank that sent the packet counts the earlier seconds
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             if action.part is None:
@@ -324,7 +325,7 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            # This rank may have failed to decode its own part.
+            # If this rank has failed to decode its own part, nothing is known about the other part.
             is_decoded = action.clip in self._parts
             whole = (lambda _: self._expected_part(action)) if is_decoded else None
             part = self._pending.pop(action.clip).wait(whole)
@@ -434,10 +435,10 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn exceptions of an encode in the `with` block into an `InputError`: only one clip fails.
+    """Turn exceptions of an encode in the `with` block into an `InputError` of its clip.
 
     diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
-    process. The rank can go on after such an exception. Errors of CUDA and out-of-memory errors
+    process. Only the clip fails then, and the rank goes on. Errors of CUDA and out-of-memory errors
     pass unchanged, and end the rank.
     """
     try:

@@ -32,14 +32,14 @@ _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 class LatentCheckpoints:
     """Folder of latent checkpoints: packets, each named by a key and the number of finished steps.
 
-    The key is a hash of everything in the request on which the bits depend. `load` rejects a packet
-    that was written under other conditions or with other weights.
+    The key is a hash of everything in a clip's request on which the bits depend. `load` rejects a
+    packet that was written under other conditions or with other weights.
 
     Args:
         folder: Folder of the files, which is created when the first packet is saved.
         conditions: Conditions of the rank; see `worker.device.conditions_of`.
         weights: SHA-256, in hex, of the weight files on this host, by name. They are compared,
-            because the key depends only on times and sizes of these files. None: no comparison.
+            because the key contains only times and sizes of these files. None: no comparison.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class LatentCheckpoints:
     def unfit_error(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
-        """Return the error for a packet that a clip cannot resume from, with a hint to remove it.
+        """Return the error for a packet from which a clip cannot resume; the hint removes the file.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
@@ -125,7 +125,8 @@ class LatentCheckpoints:
             key: Key of the clip; see `config.pipeline.latents_key`.
             clip: Index of the clip in this run.
             step: Number of finished steps in the packet.
-            device: Device of the returned tensors, except tensors that were in host memory.
+            device: Device for the tensors. Tensors that `save` got as `in_host_memory` stay on the
+                CPU.
             name: Name of the clip for errors; "": the clip's index is used.
 
         Raises:

@@ -194,7 +194,7 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
     ("place", "caching", "words"),
     [
         pytest.param("load", True, "image_encoder needs more memory than", id="load"),
-        pytest.param("step1", True, "while a denoising step", id="step"),
+        pytest.param("step1", True, "while running a denoising step", id="step"),
         pytest.param("decode", False, "while decoding the frames", id="outside torch's allocator"),
     ],
 )
