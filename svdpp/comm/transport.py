@@ -412,12 +412,15 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
     """Return a transfer in words, such as `send clip 3`, and the details of its error."""
     direction, clip, step, peer = ends
+    is_send, is_hello = direction == "send", clip == _HELLO_CLIP
     details = {"clip": clip, "step": step}
-    if direction == "send":
+    if is_send:
         details |= {"from_rank": rank, "to_rank": peer}
-        return f"send clip {clip} at step {step} to rank {peer}", details
+        what = "open the link" if is_hello else f"send clip {clip} at step {step}"
+        return f"{what} to rank {peer}", details
     details |= {"from_rank": peer, "to_rank": rank}
-    return f"receive clip {clip} at step {step} from rank {peer}", details
+    what = "open the link" if is_hello else f"receive clip {clip} at step {step}"
+    return f"{what} from rank {peer}", details
 
 
 @contextlib.contextmanager

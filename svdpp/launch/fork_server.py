@@ -24,7 +24,7 @@ from types import TracebackType
 from svdpp.launch import process_lifetime
 from svdpp.launch.start_deadline import end_fork_server, limit_error
 
-#: Module that the server imports for all ranks. `_MODEL_MODULE` is imported only for ranks that load
+#: Module that the server imports for all ranks. `_MODEL_MODULE` is imported only if the ranks load
 #: a model other than the dummy.
 RANK_MODULE = "svdpp.worker.rank"
 _MODEL_MODULE = "svdpp.models.engine.load"

@@ -76,9 +76,9 @@ def run_ffmpeg(
         OutputError: No ffmpeg is found.
     """
     done = _finished([*_QUIET, *arguments], frames, seconds, files)
-    # The exit code is the low byte of an AVERROR: minus an errno, or a tag of capital letters (from
-    # 65 on). An errno explains the failure better than the last line of stderr, which often names a
-    # consequence.
+    # The exit code of ffmpeg is 256 minus an errno, or 256 minus the code of a capital letter (65
+    # or more) for ffmpeg's own errors. An errno explains the failure better than the last line of
+    # stderr, which often names a consequence.
     if done.returncode > 256 - ord("A"):
         raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
     if done.returncode:
@@ -114,7 +114,7 @@ def decode_frames(
 
     Args:
         source: Options of the input, up to its `-i NAME`, and options of the output.
-        seconds: Time after which ffmpeg is killed.
+        seconds: Seconds after which ffmpeg is killed.
         stream: Stream to decode, as an ffmpeg stream specifier.
         files: Open file descriptors that ffmpeg inherits.
 
@@ -181,7 +181,7 @@ def _finished(
     files: tuple[int, ...],
 ) -> subprocess.CompletedProcess[bytes]:
     # imageio_ffmpeg.write_frames is not used, because it drops the exit code. In a new session,
-    # ffmpeg does not get Ctrl-C from the terminal, so that the run can stop ffmpeg in order.
+    # ffmpeg does not get Ctrl-C from the terminal: this process alone decides when ffmpeg ends.
     try:
         return subprocess.run(
             [find_ffmpeg(), *arguments],

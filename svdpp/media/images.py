@@ -38,8 +38,8 @@ _SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
-#: Name of a conversion of an image's colours in which svdpp differs from diffusers' `load_image`;
-#: empty: no conversion.
+#: Conversion of an image's colours by svdpp that diffusers' `load_image` does not do: transparent
+#: parts are laid over white, or 16-bit grey is scaled to 8 bits. Empty: no such conversion.
 Conversion = Literal["", "over white", "scaled"]
 
 
@@ -55,8 +55,7 @@ class MediaFile:
     height: int
     """Height of the upright image in pixels."""
     conversion: Conversion = ""
-    """Conversion by which the image's colours differ from the result of diffusers' `load_image`;
-    empty: none."""
+    """Conversion that diffusers' `load_image` does not do; empty: none."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -205,7 +204,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
-    """Return an image in 8-bit RGB, and the conversion in which svdpp differs from diffusers.
+    """Return an image in 8-bit RGB, and its `Conversion`, such as `over white`.
 
     Raises:
         InputError: The image has 32-bit grey. The message lacks the name of the file.
@@ -248,8 +247,8 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """
     if fit == "stretch":
         return image
-    # If an image is too wide, a crop keeps its height, and a pad extends its height. If it is too
-    # narrow, a crop keeps its width, and a pad extends its width.
+    # An image that is too wide keeps its height in a crop, and gets a larger height in a pad. An
+    # image that is too narrow keeps its width in a crop, and gets a larger width in a pad.
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))

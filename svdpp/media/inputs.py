@@ -125,8 +125,8 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
     Args:
         files: Images or videos of the clips.
-        sampling: Sampling parameters. If `fit` is `stretch`, images are left to the pipeline, which
-            stretches or crops them.
+        sampling: Sampling parameters. If `fit` is `stretch`, the pipeline of diffusers stretches or
+            crops images.
     """
     files = list(dict.fromkeys(files))
     remarks = []
@@ -183,7 +183,7 @@ def _name_first(files: Sequence[MediaFile]) -> str:
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
-    """Decode the images or videos that `inputs` name completely, and return their metadata.
+    """Check images or videos by decoding them, and return their metadata.
 
     Args:
         inputs: Files, folders and glob patterns; see `collect_inputs`.

@@ -32,9 +32,11 @@ class UnsupportedKind(NamedTuple):
     name: str
     """Name with its article, such as `an AVI video`."""
     hint: str
-    """Hint how to convert the file. `{name}` in the hint stands for the file's name."""
+    """Hint how to convert the file; `{name}` stands for the file's name."""
 
 
+# Signatures of unsupported files: offset in the file, bytes there, another offset, bytes there, and
+# the kind.
 _UNSUPPORTED = (
     (0, b"RIFF", 8, b"AVI ", UnsupportedKind("an AVI video", _TO_MP4)),
     (0, b"G", 188, b"G", UnsupportedKind("an MPEG transport stream (.ts)", _TO_MP4)),

@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that change how players show it, but that ffmpeg ignores, such as a crop."""
+"""Boxes of an mp4 that ffmpeg ignores, although players obey them, such as a crop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Compare the boxes of two mp4 files that change the picture; yield a phrase per difference.
+    """Compare the picture-changing boxes of two mp4 files; yield a clause for each difference.
 
     Args:
         ours: Path of the mp4 to check.

@@ -34,7 +34,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
     Args:
         name: Path of the file or folder.
-        suffix: Suffix of the temporary name, because writers choose the format by the suffix.
+        suffix: Suffix of the temporary name, by which writers such as ffmpeg choose the format.
         files: Pattern for the names of the files in an output folder. An existing folder with other
             files is not replaced. None: the output is a file.
 
@@ -71,7 +71,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
-    """Lock a folder, or one clip in it, against all hosts' processes during the `with` block.
+    """Lock a folder, or one clip in it, during the `with` block, also against other hosts.
 
     A missing folder is created, and removed at the end if it is empty.
 
@@ -208,7 +208,7 @@ def error_reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Restrict files that the `with` block and its child processes create to this user."""
+    """Let only this user open the files that the `with` block and its child processes create."""
     before = os.umask(0o077)
     try:
         yield
@@ -310,8 +310,8 @@ def _move(temporary: Path, path: Path) -> None:
 def _make_locked(path: Path, *, is_folder: bool) -> int:
     """Create and lock an empty file or folder; return the descriptor that holds the lock.
 
-    If `remove_abandoned` of another run removes the file before it is locked, it is created again.
-    The lock ends with the process at the latest.
+    Before the file is locked, `remove_abandoned` of another run may remove it; then it is created
+    again. The lock ends when the descriptor is closed or the process ends.
     """
     while True:
         if is_folder:

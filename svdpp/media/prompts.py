@@ -17,8 +17,8 @@ from svdpp.errors import InputError, RequestError
 _MARK = "\ufeff"
 # Maximum number of characters of a prompt that a clip's file name contains.
 _NAME_CHARACTERS = 48
-# Byte order marks and their encodings. UTF-32 comes first, because its little-endian mark begins
-# with the mark of UTF-16.
+# Byte order marks and their encodings. UTF-32 comes before UTF-16, because its little-endian mark
+# begins with the mark of UTF-16.
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
     (codecs.BOM_UTF32_LE, "utf-32-le"),

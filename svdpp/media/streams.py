@@ -98,7 +98,7 @@ def read_streams(path: Path) -> list[Stream]:
         MediaFailure: The file cannot be read, or has too many packets.
     """
     # Without -copyts, ffmpeg would subtract the time of the first packet. A player shows nothing
-    # until this time, so it has to be compared.
+    # until then, so this time has to be compared.
     source = ["-copyts", *mp4_source(path)]
     streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]
@@ -149,7 +149,8 @@ def read_colours(path: Path) -> set[str]:
 # Maximum difference in seconds between two times that count as equal, because versions of ffmpeg
 # round the times of frames differently.
 _SAME_SECONDS = 2e-3
-# Maximum seconds of silence that audio encoders add at the beginning and at the end.
+# The same for times of sound, in seconds. It is larger, because audio encoders add silence at the
+# beginning and at the end.
 _SAME_SOUND_SECONDS = 0.1
 
 

@@ -299,7 +299,7 @@ def test_a_clip_beyond_the_limits_is_refused(
     monkeypatch.setattr(video, limit, largest)
     assert len(read_frames(path, format)) == 6
     monkeypatch.setattr(video, limit, largest - 1)
-    with pytest.raises(InputError, match=rf"more than .*\b{largest - 1} .*the limit of a clip"):
+    with pytest.raises(InputError, match=rf"more than .*\b{largest - 1} .*the limits of a clip"):
         read_frames(path, format)
 
 

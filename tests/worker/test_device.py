@@ -72,11 +72,11 @@ ENCODE, DENOISE, DECODE = map(Action.parse, ("ENCODE c0 @0", "DENOISE c0 0:4", "
     ("error", "doing", "words", "knob"),
     [
         (CUDA, ENCODE, "encoding the image", "`height`"),
-        (CUDA, DENOISE, "a denoising step", "`memory_opt`"),
+        (CUDA, DENOISE, "running a denoising step", "`memory_opt`"),
         (CUDA, DECODE, "decoding the frames", "`decode_chunk_size`"),
         (CUDA, None, "loading the model", "fewer ranks"),
         (MemoryError(), "reference", "computing a clip in one process", "`num_frames`"),
-        *((error, DENOISE, "a denoising step", "") for error in (PINNED, CUBLAS, CUDNN)),
+        *((error, DENOISE, "running a denoising step", "") for error in (PINNED, CUBLAS, CUDNN)),
     ],
 )
 def test_a_lack_of_memory_names_part_cause_and_knob(
