@@ -1,9 +1,9 @@
 """Trace file of a run in Chrome's trace event format, for Perfetto.
 
-Each rank is a process, with a track for compute (steps within their actions), a track for each link
-and its counters. The format is "Trace Event Format", Google, 2016, linked from
-https://perfetto.dev/docs/faq (JSON trace format). The file is a JSON array, which viewers can read
-even without the closing bracket. So the trace of a killed run can be opened too.
+In the trace, each rank is a process. It has a track for compute (steps within their actions), a
+track for each link, and a counter of its memory. The format is "Trace Event Format", Google, 2016,
+linked from https://perfetto.dev/docs/faq (JSON trace format). The file is a JSON array, which
+viewers can read even without the closing bracket. So the trace of a killed run can be opened too.
 """
 
 from __future__ import annotations

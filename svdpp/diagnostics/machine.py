@@ -201,8 +201,8 @@ def _run_command(*command: str) -> str | None:
 _GIB = 2**30
 #: Minimum free bytes of the output folder's disk, enough for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
-# Height and width, frames and steps of the test clips: few, but real work for libx264 and the demo
-# model.
+# Side of a frame in pixels, number of frames, and number of steps of the test clips. The clips are
+# small, but libx264 and the demo model run as for any clip.
 _SIDE, _FRAMES, _STEPS = 64, 4, 4
 
 
@@ -312,7 +312,7 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
         if size > free:
             raise OutOfMemoryError(
                 text,
-                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or no `dtype` fp32 save memory",
+                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or a 16-bit `dtype` save memory",
                 details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text
@@ -439,8 +439,8 @@ def profile(
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
-    # Some ranks are idle until the first clip reaches the last rank. So as many more clips are made
-    # as there are ranks.
+    # Some ranks are idle until the first clip reaches the last rank. So as many clips as ranks are
+    # made in addition.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
@@ -458,11 +458,11 @@ def profile(
 def measured_config(config: PipelineConfig) -> PipelineConfig:
     """Return a configuration with few steps, for the measurement.
 
-    Each rank gets two steps, or more if the family needs more. A single rank of a model with
-    prompts gets four, so that each of two experts has a step.
+    Each rank gets two steps, or more if the family needs more. If there is only one rank and the
+    model takes prompts, the rank gets four, so that each of two experts has a step.
 
     Args:
-        config: Configuration to measure. All fields but the number of steps are kept.
+        config: Configuration to measure. Only its number of steps is changed.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares

@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     text: str
     """Sentence of at most 68 characters, for a line of a terminal."""
     rank: int | None = None
-    """Rank that limits the others; None if no single rank does."""
+    """Rank that limits the other ranks; None if no single rank does."""
     lost_seconds: float = 0.0
     """Estimated seconds by which the run would be shorter without this cause."""
 
@@ -184,8 +184,8 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     Args:
         metrics: Metrics of the finished run.
         costs: Path of a file with the measured costs.
-        option: Format of a layout's option, given name and value. A benchmark's overrides have
-            another format than options of a command.
+        option: Format string that turns name and value of an option into text: `--{} {}` for a
+            command. A benchmark's overrides have another format.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)

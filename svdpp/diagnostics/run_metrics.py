@@ -131,11 +131,11 @@ class RunMetrics:
     makespan: Annotated[Amount, Field(gt=0)]
     """Seconds from the first start to the last end of any rank's work."""
     first_clip: Amount
-    """Seconds until the first clip is finished."""
+    """Seconds from the first start of any rank's work until the first clip is finished."""
     seconds_per_clip: Amount
     """Seconds from one finished clip to the next, in steady state."""
     bubble: Amount
-    """Fraction of the ranks' time without work."""
+    """Fraction of the makespan in which a rank does not compute, as the mean of all ranks."""
     write_tail: Amount = 0.0
     """Seconds from the last action of a rank to the last written clip."""
     transfer_seconds: Amount = 0.0
@@ -205,7 +205,7 @@ def collect_run_metrics(
 def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
     """Return the metrics of the clips that a pipeline has made.
 
-    The metrics include the forecast of the seconds of the run, unless some clips failed.
+    If no clip has failed, the metrics include a forecast of the makespan.
 
     Args:
         pipeline: Pipeline that has ended.

@@ -101,7 +101,7 @@ class Speed:
 def speed_of_rank(
     metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops, peak: float | None
 ) -> Speed:
-    """Return the FLOP/s of a rank while it computes, without its waits.
+    """Return the speed of a rank while it computes: its waits do not count.
 
     Args:
         metrics: Metrics of the run.
@@ -113,7 +113,7 @@ def speed_of_rank(
 
 
 def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
-    """Return the mean speed of the ranks over the makespan, with all waits.
+    """Return the mean speed of the ranks over the whole makespan: waits count, too.
 
     The utilisation is the model FLOPs utilisation (MFU) of Chowdhery et al., PaLM, 2022
     (arXiv:2204.02311, appendix B): FLOPs / (seconds * sum of the devices' peaks).

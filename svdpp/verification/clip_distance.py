@@ -1,8 +1,8 @@
 """Comparison of the tensors of a finished clip with the tensors of the reference.
 
-The files of a clip contain only hashes of tensors. A clip that a pair of ranks made by dividing
-batches is therefore made again by a pair. If the new hashes equal the recorded hashes, the new
-tensors are compared. Frames that were written as PNG files are read and compared.
+The files of a clip contain only hashes of tensors, except for frames in PNG files, which are read
+and compared. If a pair of ranks made a clip by dividing batches, a pair makes the clip again. If
+the new hashes equal the recorded hashes, the new tensors are compared.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Compare tensors, where they are available, in place of hashes that differ.
+    """Where hashes differ, compare the tensors themselves, if they are available.
 
     Args:
         tasks: Finished clips with the same configuration.
-        results: Results of the clips so far, in the order of `tasks`, which are changed in place.
-        reference: Store with the reference's final latent, frames and sound of each clip whose
-            hashes differ, by the index of the clip in `tasks`.
+        results: Results of the clips so far, in the order of `tasks`. They are changed in place.
+        reference: Store with the final latent, frames and sound that the reference computed, for
+            each clip whose hashes differ, by the index of the clip in `tasks`.
         tolerance: Allowed difference of each element.
     """
     pending = [index for index, result in enumerate(results) if has_other_bits(result.checks)]
@@ -79,7 +79,7 @@ def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError
 
 
 class _StoredTensors:
-    """Tensors of a finished clip: frames from disk, and all tensors if the clip was made again.
+    """Tensors of a finished clip: frames in PNG files, and all tensors if it was made again.
 
     Args:
         clip: Finished clip.

@@ -137,7 +137,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            image = None  # a path of a file is only for the image, so other inputs are searched for
+            image = None  # the path names only the input image, so this input is searched for
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
         hint = "`image` PATH names the file"
@@ -233,17 +233,17 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     yield from (path for path in names if path.suffix.lower() in suffixes)
 
 
-# Smallest PSNR at which two encodings count as the same clip: for the whole clip, for each frame,
-# and for each block. Different versions of an encoder agree above 40 dB at every --crf up to 30,
-# while different videos are far below 30 dB. An altered frame or a logo lowers the PSNR of the clip
-# little, but the PSNR of the frame and the block much. Presets of x264 agree above 28 dB in each
-# frame and 27 dB in each block wherever they agree above 30 dB in the clip.
+# Smallest PSNR in dB at which two encodings count as the same clip: for the whole clip, for each
+# frame, and for each block. Versions of an encoder differ little: the PSNR is above 40 dB at every
+# --crf up to 30. Different videos are far below 30 dB. An altered frame or a logo lowers the PSNR
+# of the clip little, but the PSNR of its frame and block much. If encodings of two x264 presets are
+# above 30 dB in the clip, they are also above 28 dB in each frame and above 27 dB in each block.
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
 # Side of a block in pixels.
 _BLOCK = 32
-# Largest power of the difference between two sounds, as a fraction of the power of the sound.
+# Largest mean square of the difference between two sounds, as a fraction of a sound's mean square.
 _SIMILAR_SOUND = 0.01
 
 

@@ -98,13 +98,13 @@ def verify_clips(
 
     Args:
         tasks: Tasks with equal configurations, at least one.
-        observers: Callbacks that get (0, event) for each event of the recomputation.
+        observers: Callbacks that get (0, event) for each event of the process that recomputes.
         tolerance: Allowed difference of each element, for clips whose tensors are available; see
             `clip_distance`.
 
     Returns:
-        Result for each clip. If an error ends the work, all remaining clips get this error as their
-        result.
+        Result for each clip. If an error ends the process that recomputes, the clips that it has
+        not recomputed get this error as their result.
     """
     results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
@@ -195,7 +195,7 @@ def _new_task(
     metadata, name = clip.metadata, clip.path.name
     if not metadata["exact"]:
         raise RequestError(
-            f"{name!r} is an approximation that an earlier svdpp made, marked as not exact",
+            f"{name!r} is marked as not exact: an earlier svdpp made it by an approximation",
             "svdpp run makes the exact clip",
             details={"clip": str(path)},
         )
@@ -208,7 +208,7 @@ def _new_task(
             "other devices give other bits: verify the clip on a machine with a CUDA device",
             details={"clip": str(path), **error.details},
         ) from error
-    photo = None if metadata["input"] is None else str(find_input_file(clip, settings.image))
+    image = None if metadata["input"] is None else str(find_input_file(clip, settings.image))
     hashes = metadata.get("videos_sha256", {})
     videos = {name: str(find_input_file(clip, settings.image, name)) for name in hashes}
     last_sha256, last_image = metadata.get("last_image_sha256"), None
@@ -222,7 +222,7 @@ def _new_task(
     _check_weights(clip, config)
     request = ClipRequest(
         seed=metadata["seed"],
-        image=photo,
+        image=image,
         image_sha256=metadata["input_sha256"],
         last_image=last_image,
         last_image_sha256=last_sha256,
@@ -270,7 +270,7 @@ def _config(
 
 
 def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commits of the components that were in other repositories, by component."""
+    """Return the commit of each component that came from another repository, by component."""
     return dict(metadata.get("components", {}))
 
 

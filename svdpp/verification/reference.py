@@ -105,9 +105,9 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
 
 class _Recorder:
-    """Callbacks for the reference that report times, as a rank does, and keep tensors.
+    """Recorder of the reference's work: it reports times as a rank does, and keeps tensors.
 
-    Tensors are kept in host memory and written to a folder. Without a folder, no tensors are kept.
+    Tensors are copied to host memory and written to a folder. Without a folder, none are kept.
     """
 
     def __init__(self, setup: ReferenceSetup, device: str, reporter: Reporter) -> None:
@@ -379,9 +379,9 @@ class _StepObserver:
         return self  # a pipeline may copy its scheduler
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`, and report a denoising step as finished by `after_step`.
+        """Call `scheduler.step`; if a denoising step is finished, report it to `after_step`.
 
-        A denoising step is finished by the first call of `scheduler.step` after a denoiser's call.
+        The first call of `scheduler.step` after a call of the denoiser finishes a denoising step.
         """
         result = real(*args, **kwargs)
         if self._has_evaluated:
@@ -389,7 +389,7 @@ class _StepObserver:
         return result
 
     def run_iteration(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an iteration of a denoising loop, and observe it as a step: there is no scheduler."""
+        """Run an iteration of a denoising loop, which is a step of a pipeline without scheduler."""
         components, block_state = real(*args, **kwargs)
         self.end(None, 0, None, {LATENTS: block_state.latents})
         return components, block_state
@@ -399,7 +399,8 @@ class _StepObserver:
         if self._spec.schedulers:
             packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
-            # Ranks keep the first tensor of what they receive, too.
+            # Only the first tensor is kept, because a rank too keeps only the first tensor of a
+            # received prediction (`Denoising.exchange`).
             packer.pack(tensors_in(output)[0], f"{PREDICTION}{branch}")
         self._outputs.clear()
         self._has_evaluated = False

@@ -63,9 +63,9 @@ def verify(
         config: Configuration of the pipelined run. The sequential run has the same model and
             parameters.
         requests: Clips to make. No files are written for them.
-        atol: Allowed absolute difference: a difference of values for latents, a fraction of the
-            highest level for frames and sound.
-        rtol: Allowed difference relative to the reference's element.
+        atol: Allowed absolute difference, in the latent's own values; for frames and sound, as a
+            fraction of the highest level.
+        rtol: Allowed difference, as a fraction of the reference's element.
         layout: Name of a layout; `auto` chooses the best layout for these requests. None: the
             layout of `config`.
         fault: Function that each rank calls first, with its rank number; tests inject faults by it.
@@ -174,7 +174,7 @@ def run_pipelined(
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
-    # this process was rank 0 and still holds memory, which the reference needs
+    # this process was rank 0, and still holds memory that the reference needs
     if pipeline.world is not None:
         reset_peak()
     return [result.metadata for result in results]
@@ -196,7 +196,7 @@ def run_reference(
         steps: Numbers of steps after which the latent is kept.
         tensor_folder: Existing folder in which latents, frames and sound are kept. None: no tensors
             are kept.
-        observers: Callbacks that get (0, event) for each event of the reference.
+        observers: Callbacks that get (0, event) for each event of the reference's process.
 
     Returns:
         Metadata of each clip: hashes of its tensors, and whether GPU memory ran short.
