@@ -47,10 +47,10 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether ranks form pairs in which each rank evaluates half of a denoiser call's batch.
+    """Whether ranks form pairs, and each rank of a pair evaluates half of the denoiser's batch.
 
-    The clips are then not proven to be bitwise equal, because kernels may give other bits for half
-    of a batch.
+    Such clips are not proven to be bitwise equal to diffusers', because kernels may give other bits
+    for half a batch.
 
     Args:
         config: Configuration of the pipeline.
@@ -171,7 +171,7 @@ def _attention_backend(config: PipelineConfig) -> dict[str, Any]:
     return {} if name is None else {"attention_backend": name}
 
 
-#: Packages whose kernels attention backends run, by the beginning of the backend's name. Backends
+#: Packages with the kernels of attention backends, by the beginning of the backend's name. Backends
 #: that are not listed run torch's kernels.
 _ATTENTION_PACKAGES = {
     **{"_flash_3": "flash_attn_3", "_flash_varlen_3": "flash_attn_3", "flash": "flash_attn"},
@@ -246,7 +246,7 @@ class _ClipMetadata(BaseModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
     revision: str | None
-    weights_fingerprint: str | None = None  # JSON of svdpp 0.2 lacks the fields with a default
+    weights_fingerprint: str | None = None  # missing, as other fields, in JSON of svdpp 0.2
     components: dict[str, _ComponentRevision] = Field(default_factory=dict)
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)
@@ -336,12 +336,13 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         fault: Text at the beginning of the error's message, such as "x.json is not a clip's JSON".
 
     Raises:
-        InputError: A field is missing, is unknown, or has a wrong type or range.
+        InputError: A field is missing, or has a wrong type or value.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # If the family is missing or unknown, SVD's schema is used: its error names the field `family`.
+    # SVD's schema accepts a missing family, as in the JSON of early clips. For an unknown family,
+    # its error names the field `family`.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )

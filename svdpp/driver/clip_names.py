@@ -17,15 +17,15 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# Largest number of bytes of a name, to which a seed and a suffix are added, and of a name that gets
-# a further number such as `-2`. File systems limit the length of file names.
+# Limits in bytes for names, because file systems limit file names. A seed and a suffix are still
+# added to a name of `_UNIQUE_BYTES`; a name of `_NUMBERED_BYTES` also gets a number such as `-2`.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
-#: Names of files that each run writes, which a clip cannot have.
+#: Names of files that each run writes. A clip cannot have these names.
 _OWN_NAMES = ("run.json", "clips.jsonl")
-_OTHER_NAME = "`out` takes a folder for several clips"
-#: Beginning and end of a clip's name. A number that makes the name unique is inserted between the
-#: two.
+_OTHER_NAME = "give a folder as `out` for several clips"
+#: Beginning and end of a clip's name, such as `cat` and `_7`. A number that makes the name unique
+#: is inserted between the two: `cat-2_7`.
 _Parts = tuple[str, str]
 
 
@@ -39,10 +39,10 @@ def name_jobs(
     """Return the jobs with unique file names, without an extension such as `.mp4`.
 
     If the user gave a name, as `out` or by a template, that name is used. Otherwise the name
-    consists of the image's name (or the first words of the prompt) and the seed. If an image has
-    several prompts in a run without a jobs file, the name contains the image's name and words of
-    the prompt. If a name occurs again, `-2` is added to the second, and so on. A job that an
-    earlier run has named keeps its name.
+    consists of the image's name (or the first words of the prompt) and the seed, such as `cat_7`.
+    If a run without a jobs file combines an image with several prompts, words of the prompt follow
+    the image's name. If a name occurs again, the second clip gets `-2`, the third `-3`, and so on.
+    A job that an earlier run has named keeps its name.
 
     Args:
         jobs: Jobs of the run.
@@ -125,7 +125,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Set in `names` the names that an earlier run gave to jobs, if they match `wanted`."""
+    """Give jobs the names from an earlier run that match `wanted`; change `names` and `taken`."""
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):
@@ -150,7 +150,7 @@ def _beginning(name: str, num_bytes: int) -> str:
 
 
 def check_out_name(text: str, format: VideoFormat) -> str:
-    """Check a clip's name from a user, and return it without the suffix of the clip's format.
+    """Check a clip's name that a user gave, and return it without the suffix of the format.
 
     Args:
         text: Name of the file, with or without the suffix.
@@ -188,11 +188,13 @@ class NameTemplate:
     """Template of the clips' names, such as `{stem}-{seed}-{index:04}`.
 
     Args:
-        text: Template in the syntax of Python's `str.format`, with plain names of fields.
+        text: Template in the syntax of Python's `str.format`. Its fields are plain names, without
+            attributes or indices.
         sampling: Sampling parameters of jobs that have no sampling parameters of their own.
 
     Raises:
-        RequestError: The text is not a valid template, or names a field that jobs do not have.
+        RequestError: The text is not a valid template, contains a slash, or names a field that jobs
+            do not have.
     """
 
     def __init__(self, text: str, sampling: SamplingConfig) -> None:
@@ -209,7 +211,7 @@ class NameTemplate:
         self._used = {field for _, field, _, _ in parts if field is not None}
         for literal, field, spec, conversion in parts:
             has_folder = "/" in literal or "\0" in literal
-            require(not has_folder, f"`name` {text!r} names a folder", "`out` is the folder")
+            require(not has_folder, f"`name` {text!r} names a folder", "`out` names the folder")
             if field is None:
                 continue
             known = ", ".join(sorted(examples))

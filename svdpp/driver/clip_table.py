@@ -17,7 +17,7 @@ from svdpp.media import video
 #: Name of the table's file in the output folder.
 CLIP_TABLE = "clips.jsonl"
 
-# Largest size of a table in bytes, which is far above a table with `MAX_CLIPS` clips.
+# Limit in bytes for a table that is read. A table with `MAX_CLIPS` clips is far smaller.
 _MAX_BYTES = 2**30
 _REQUEST_FIELDS = (
     *("output", "input", "last_image", "references", "videos"),
@@ -30,7 +30,7 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the names of the clips in a run's table, without suffixes, by job key.
+    """Return the names of the clips in a run's table, without suffixes, by `job_key`.
 
     Args:
         path: Path of the table, which need not exist.
@@ -56,7 +56,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the job keys of the finished clips in a run's table, by file name of the clip.
+    """Return the `job_key` of each finished clip in a run's table, by file name of the clip.
 
     Args:
         path: Path of the table, which need not exist.
@@ -120,7 +120,7 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row of an input, or a line of the jobs file, that cannot become a clip.
+        """Return the row for an input, or for a line of the jobs file, that has an error.
 
         Args:
             error: Error as a JSON object.

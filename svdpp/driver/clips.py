@@ -124,11 +124,13 @@ class ClipHandle(Future[ClipResult]):
         """Ask the ranks to skip the clip from the next step on.
 
         A clip that no rank has begun is cancelled immediately. Otherwise the clip is cancelled when
-        all ranks have dropped it, unless it is finished before that; `exception` waits until either
-        happens. `result` raises `concurrent.futures.CancelledError` for a cancelled clip.
+        all ranks have dropped it; a clip that finishes before that stays finished. `result` and
+        `exception` wait for the outcome, and raise `concurrent.futures.CancelledError` for a
+        cancelled clip.
 
         Returns:
-            Whether the clip is or will be cancelled; False if the clip is finished or has failed.
+            True if the clip is cancelled or the ranks were asked to drop it; False if it is
+            finished or has failed.
         """
         return self._owner.cancel(self)
 
@@ -164,8 +166,9 @@ class ClipHandle(Future[ClipResult]):
         return super().exception(timeout)
 
 
-# Number of the latest clips whose files are removed again at the end of the run, because a rank may
-# write a checkpoint late. Older clips get no late files: a rank queues at most three checkpoints.
+# Number of the latest clips whose checkpoints are removed once more at the end of the run, because
+# a rank may write a checkpoint after the clip has ended. Older clips get no late checkpoints: a
+# rank queues at most three.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
@@ -304,7 +307,7 @@ class ClipTracker:
         return True
 
     def end(self, error: BaseException) -> None:
-        """Set an error for all unfinished clips, and accept no more clips.
+        """Make the handles of all unfinished clips raise an error, and accept no more clips.
 
         Only the first call has an effect.
 

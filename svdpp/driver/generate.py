@@ -83,8 +83,8 @@ def generate(
         world_size: Number of ranks. None: the number of GPUs that can be used, or 2 on the CPU.
         device: `auto`, `cuda`, `cpu` or `cuda:N`.
         layout: Name of the layout. None: `pipeline`.
-        num_threads: Number of CPU threads of each rank. None: the number of cores divided by the
-            number of ranks.
+        num_threads: Number of CPU threads of each rank. None: 1 on CUDA; on the CPU, the number of
+            cores divided by the number of ranks.
         on_result: Function that this thread calls with the result of each clip as the clip
             finishes.
         progress: Whether to show a progress bar on stderr if stderr is a terminal.
@@ -100,14 +100,14 @@ def generate(
         InputError: An image cannot be read.
         ModelError: The model is missing or not supported.
         SvdppError: A clip failed (the error is raised when all other clips are finished), or the
-            run ended with this error. The error's `results` are those of the finished clips, in
-            order.
+            run ended with this error. Its attribute `results` has the results of the finished
+            clips.
     """
     end_if_importing_script()
     require(
         find_world() is None,
         "generate starts its own ranks, but a launcher has started this process",
-        "use a Pipeline, whose ranks join the launcher's",
+        "use a Pipeline, which joins the launcher's ranks",
     )
     model_config, device, checkpoint = _find_model(model, device)
     start_fork_server_early(family=checkpoint.family, device=device)
@@ -198,7 +198,7 @@ def _make(
     """Make the planned clips; return all results, including kept clips, in job order.
 
     Raises:
-        SvdppError: A clip failed, or the run has ended; the error has the finished clips.
+        SvdppError: A clip failed, or the run has ended. Its `results` are the finished clips.
     """
     from svdpp.driver.clips import ClipResult  # this import loads torch
 
@@ -227,7 +227,7 @@ def _make(
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
-    """Remove the folder if the `with` block raises an error that has no finished clips."""
+    """Remove the folder if the `with` block raises an error without results of finished clips."""
     try:
         yield
     except BaseException as error:

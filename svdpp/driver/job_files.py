@@ -62,10 +62,10 @@ class JobFile:
 
         Args:
             line: Number of the line.
-            message: Text that follows the name of the line in the message, such as "is not JSON".
+            message: Text after the name of the line in the error's message, such as "is not JSON".
             hint: Advice for the user.
             field: Name of the wrong field; None: the error is about the whole line.
-            details: Numbers in the message, by name.
+            details: Values in the message, by name.
         """
         return RequestError(
             f"{self.line_label(line, field)}: {message}",
@@ -74,7 +74,7 @@ class JobFile:
         )
 
     def line_label(self, line: int, field: str | None = None) -> str:
-        """Return the name of a line, or of a field in a line, for messages."""
+        """Return the name of a line or of its field for messages: `jobs.csv, line 3, seed`."""
         return f"{self.name}, line {line}" + ("" if field is None else f", {field}")
 
     # --- jobs files in JSON Lines -------------------------------------------------------------
@@ -105,7 +105,7 @@ class JobFile:
 
     def _csv_lines(self) -> Iterator[JobLine | SvdppError]:
         text, first = self.text, 0
-        if separator := re.match(r"sep=(.)\r?\n", text):  # Excel names the delimiter so
+        if separator := re.match(r"sep=(.)\r?\n", text):  # Excel's line for the delimiter
             text, first = text[separator.end() :], 1
         head = text.lstrip().partition("\n")[0]
         delimiter = max(_DELIMITERS, key=head.count) if separator is None else separator[1]
@@ -207,9 +207,9 @@ class JobFile:
 
 
 def read_job_file(path: Path) -> JobFile:
-    """Read the text of a jobs file, and note its format, which the suffix determines.
+    """Read the text of a jobs file, without parsing it. The suffix determines the format.
 
-    The jobs are parsed later. Standard input has the format of JSON Lines.
+    Standard input has the format of JSON Lines.
 
     Args:
         path: Path of the file; `-`: standard input.
@@ -235,7 +235,7 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def _split_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text with line ends, without copying the text as `io.StringIO` does."""
+    """Yield the lines of a text, with line ends. `io.StringIO` would first copy the text."""
     start = 0
     while start < len(text):
         end = text.find("\n", start) + 1 or len(text)

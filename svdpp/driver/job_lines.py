@@ -1,6 +1,7 @@
-"""Conversion of the lines of a jobs file into jobs. Fields have the names of HTTP requests.
+"""Conversion of the lines of a jobs file into jobs.
 
-The errors of all lines are collected, each with line and field.
+The fields of a line have the same names as in HTTP requests to a server. A wrong line does not end
+the conversion: the errors of all lines are collected, each with its line and field.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _OF_SERVERS: Mapping[str, str] = {
     "callback_url": "is only for servers: leave the field out",
     "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
 }
-#: Maximum number of errors that are printed for a jobs file; `details` has all errors.
+#: Maximum number of errors in the message about a jobs file; `details` of the error has all.
 MAX_PRINTED = 20
 
 
@@ -66,20 +67,22 @@ class LineDefaults:
     model: str
     """Name of the model, for messages."""
     sampling: SamplingConfig
-    """Unresolved sampling parameters, whose values lines can override."""
+    """Sampling parameters, not yet resolved with the model's defaults. A line can override each
+    value."""
     image_use: InputUse = "needed"
     prompt_use: InputUse = "refused"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why the model takes no last image although other models of its family do; otherwise
+    """Reason why this model takes no last image, if other models of its family take one; otherwise
     empty."""
     seed: int = 0
     negative_prompt: str | None = None
     last_image: str | None = None
-    """Path of the last image of clips from an image, relative to the working folder; None: clips
-    have no last image."""
+    """Path of the image at which clips end that start from an image, relative to the working
+    folder; None: clips have no last image."""
     references: tuple[str, ...] = ()
-    """Paths of the references of clips from an image, relative to the working folder."""
+    """Paths of the reference images of clips that start from an image, relative to the working
+    folder."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths of additional input videos, by field name, relative to the working folder."""
     format: VideoFormat = "mp4"
@@ -108,7 +111,7 @@ class LineReader:
         """Return the jobs of all valid lines, and the errors of the other lines.
 
         Args:
-            lines: Lines, or errors of lines that could not be read.
+            lines: Lines of the file; an error takes the place of each line that is not parsable.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:
@@ -126,7 +129,7 @@ class LineReader:
 
     @cached_property
     def image_field(self) -> str:
-        """Name of the field for the clip's input: `image`, or `video` for some families."""
+        """Name of the field for a clip's input: `image`, or `video` if the family edits videos."""
         return "video" if self._kind.from_video else "image"
 
     @cached_property
@@ -142,7 +145,7 @@ class LineReader:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Field names by alias, such as names of diffusers' arguments."""
+        """Field names by alias, such as `steps` by diffusers' name `num_inference_steps`."""
         aliases = {param.name: name for name, param in self._params.items() if param.name != name}
         for name in ("image", "input_reference", "image_reference"):
             if name != self.image_field and self.image_field in self.fields:
@@ -151,7 +154,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Names of fields in the jobs file, by their names in configurations; for messages."""
+        """Field names for messages, by the names in configurations: `num_frames` -> `frames`."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -277,7 +280,11 @@ class LineReader:
         return tuple(loras)
 
     def _references(self, value: Any) -> tuple[str, ...]:
-        """Return the paths of the references of a line: one path, or a list, which may be JSON."""
+        """Return the paths of a line's reference images.
+
+        Args:
+            value: One path, a list of paths, or such a list as JSON text, as in a CSV file.
+        """
         if value is None:
             return ()
         listed = value
@@ -332,7 +339,10 @@ class LineReader:
         has_last_image: bool,
         num_references: int,
     ) -> SamplingConfig | None:
-        """Return the sampling parameters of a line. Lines with equal parameters share an object."""
+        """Return the sampling parameters of a line; None if the line has an error.
+
+        Lines with equal parameters share one object.
+        """
         changes: dict[str, Any] = {}
         for name, param in self._params.items():
             if name in values:
@@ -393,8 +403,8 @@ class LineReader:
         frames = frames_of_seconds(seconds, fps, self._kind)
         if frames > MAX_FRAMES:
             raise RequestError(
-                f"{seconds:g} seconds of {fps} frames are {frames} frames, and the limit is "
-                f"{MAX_FRAMES}",
+                f"{seconds:g} seconds at {fps} frames per second are {frames} frames, and the "
+                f"limit is {MAX_FRAMES}",
                 details={
                     **{"seconds": seconds, "fps": fps, "frames": frames, "highest": MAX_FRAMES}
                 },
@@ -428,7 +438,7 @@ class LineReader:
 
     @contextmanager
     def _errors_of(self, name: str | None) -> Iterator[None]:
-        """Add an error that the `with` block raises to the errors of the current line.
+        """Catch a `RequestError` of the `with` block, and add it to the errors of the line.
 
         Args:
             name: Name of the field that the error is about; None: the error itself names the field.
@@ -442,9 +452,10 @@ class LineReader:
         self._errors.append(self.file.error(self._line, message, hint, name))
 
     def line_error(self, line: int, error: SvdppError, name: str | None = None) -> RequestError:
-        """Return the error for a line, given an error of a configuration class.
+        """Convert an error of a configuration class to an error about a line.
 
-        The result has the number of the line and the field names of the jobs file.
+        The new error names the line, and names fields as the jobs file does: `frames`, not
+        `num_frames`.
 
         Args:
             line: Number of the line.
@@ -476,8 +487,8 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
         kind: Type of the result, int or float.
 
     Raises:
-        RequestError: The value is not a number, is not finite, or is not whole although `kind` is
-            int.
+        RequestError: The value is not a finite number, or `kind` is int and the value is not whole,
+            such as 1.5.
     """
     number, hint = value, ""
     if isinstance(value, str):
@@ -503,8 +514,8 @@ def raise_line_errors(
 ) -> None:
     """Raise the errors of lines as one error; do nothing if there are no errors.
 
-    A single error is raised with `hint` added to its own hint. Several errors become a list in the
-    message.
+    A single error is raised with `hint` added to its own hint. The message about several errors
+    lists them.
 
     Args:
         errors: Errors of lines.
@@ -514,7 +525,7 @@ def raise_line_errors(
 
     Raises:
         InputError: All errors are about images or videos.
-        RequestError: An error is about another field.
+        RequestError: At least one error is about something else.
     """
     if not errors:
         return

@@ -1,4 +1,4 @@
-"""Checks of a run's jobs and output files, and `plan_clips`, which plans what must be made."""
+"""Checks of a run's jobs and output files; `plan_clips` decides which clips must be made."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
-# Number of frames that each clip is assumed to have in the search for the largest clip, as long as
-# the model's configs have not been read. Published SVD models make 14 or 25 frames.
+# Number of frames to assume for clips that leave it to the model, whose configs are not read yet
+# when the largest clip of a run is searched for. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
@@ -55,9 +55,9 @@ _LINE_FIELDS = (
 class OutputPolicy:
     """Policy of a run for the output folder, the names of the clips, and existing files.
 
-    With `resume`, finished clips are kept, and unfinished clips resume from `latents_folder`. A run
-    that a launcher has restarted (`is_restarted`) does the same; with `overwrite`, such a run also
-    replaces finished clips that have other parameters.
+    With `resume`, finished clips are kept, and unfinished clips resume from their checkpoints in
+    `latents_folder`. A run that a launcher has restarted (`is_restarted`) does the same. With
+    `overwrite`, a restarted run also replaces finished clips that have other parameters.
     """
 
     folder: Path
@@ -92,7 +92,7 @@ class OutputPolicy:
             known = ", ".join(f".{name}" for name in formats)
             raise RequestError(
                 f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
-                "a name without the suffix of a video is a folder",
+                "a path without the suffix of a video names a folder",
                 details={"path": str(out), "supported": list(formats)},
             )
         kind: Any = format or (suffix[1:] if is_file else "mp4")
@@ -126,7 +126,7 @@ class OutputPolicy:
 
     @property
     def recorded_names(self) -> dict[str, list[str]]:
-        """Names that an earlier run gave to clips, by job key; empty if no clips are kept."""
+        """Names that an earlier run gave to clips, by `job_key`; empty if no clips are kept."""
         return read_names(self.clip_table) if self.keeps_finished else {}
 
 
@@ -141,8 +141,8 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
         Number of clips whose files already exist.
 
     Raises:
-        RequestError: Files exist that `policy` neither keeps nor replaces, or the run has too many
-            clips.
+        RequestError: Files exist that `policy` neither keeps nor replaces, `policy` has both
+            `overwrite` and `resume`, or the run has no clips or too many.
         OutputError: A folder cannot be written, or ffmpeg is missing.
     """
     if policy.overwrite and policy.resume:
@@ -181,7 +181,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
 def name_and_count_jobs(
     jobs: Sequence[RunJob], policy: OutputPolicy, template: NameTemplate | None = None
 ) -> list[RunJob]:
-    """Return the jobs of a run with the names of their clips, after a check of their number.
+    """Check the number of jobs, and return the jobs with unique names for their clips.
 
     Args:
         jobs: Jobs as they were read.
@@ -201,13 +201,14 @@ def name_and_count_jobs(
 
 
 def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> PipelineRequest:
-    """Return a copy of a request whose ranks can make the clips of all jobs.
+    """Return a copy of a request, with ranks that can make the clips of all jobs.
 
-    The ranks are started with the sampling parameters of the largest clip, and know the LoRAs of
-    every clip. Clips with different numbers of steps get a split that takes any number.
+    The copy has the sampling parameters of the largest clip and the LoRAs of every clip. If the
+    numbers of steps differ between clips, `steps_vary` is set: the default split then takes any
+    number of steps.
 
     Args:
-        request: Request whose sampling parameters are those of jobs that set none.
+        request: Request with the sampling parameters of jobs that set none.
         jobs: Jobs of the run, at least one.
     """
     samplings = dict.fromkeys(job.sampling or request.sampling for job in jobs)
@@ -222,7 +223,11 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
 
 
 def _size_key(sampling: SamplingConfig) -> tuple[bool, int, bool, int, bool, int]:
-    """Return a sort key for clips: by the model parts that a clip needs, then by its memory."""
+    """Return a sort key that is largest for the clip with the highest demands.
+
+    A clip from an image needs more parts of the model, so its key is larger than that of any clip
+    from text. The number of pixels comes next, because it has the largest effect on memory.
+    """
     pixels = sampling.width * sampling.height * (sampling.num_frames or _USUAL_FRAMES)
     from_image = isinstance(sampling, PromptedSampling) and sampling.from_image
     branches, steps = sampling.uses_guidance, sampling.num_inference_steps
@@ -380,9 +385,9 @@ def plan_clips(
 def _ordered(clips: Sequence[PlannedClip], *, num_first: int) -> list[PlannedClip]:
     """Return the clips in the order in which the ranks make them.
 
-    Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. But
-    all ranks wait for the first `num_first` images, so small images come first. The other images
-    are prepared while the ranks work.
+    Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. As
+    an exception, the first `num_first` clips have small images, because the ranks are idle until
+    these images are prepared. The other images are prepared while the ranks work.
     """
     order = ordered_by_loras(clip.job.made_from.loras for clip in clips)
     by_loras = [clips[index] for index in order]
@@ -420,18 +425,22 @@ def _kept_clip(
 
 
 class _ChangedClipError(RequestError):
-    """Error for an existing clip with other parameters than the job of the same name."""
+    """Error for an existing clip that has other parameters than the job of the same name."""
 
     is_of_line = False
-    """Whether a line of a jobs file can set all parameters in which existing and requested clip
-    differ."""
+    """Whether a line of a jobs file can set each of the parameters that differ. False if one of
+    them, such as the dtype, is an option of the whole run."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """Return the JSON of an existing clip that is complete; None if the clip must be made again.
+    """Return the JSON of an existing clip; None if the clip is missing, incomplete or damaged.
 
     If a run was killed after it wrote the clip's file and before it wrote the JSON, the JSON is
-    written now. An error is raised if the clip has other parameters.
+    written now.
+
+    Raises:
+        RequestError: The existing clip has other parameters, or was changed by someone.
+        InputError: The JSON is not a clip's JSON.
     """
     path, json_path = Path(output.path), Path(output.json_path)
     has_file, has_json = path.exists(), json_path.exists()
@@ -481,7 +490,11 @@ def _embedded(path: Path) -> dict[str, Any]:
 
 
 def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bool:
-    """Whether a clip's file is the file that the clip's JSON describes; False if it is damaged."""
+    """Whether a clip's file is the file that the clip's JSON describes; False if it is damaged.
+
+    Raises:
+        RequestError: The file is readable, but has another hash than in the JSON.
+    """
     recorded = existing["file_sha256"]
     try:
         if recorded is not None and video.file_sha256(path) == recorded:

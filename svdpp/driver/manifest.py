@@ -33,9 +33,10 @@ MANIFEST = "run.json"
 # Seconds between two writes of the manifest: short enough to follow a run, and long enough for a
 # network folder.
 _WRITE_SECONDS = 1.0
-# Largest size of a manifest in bytes, which is far above a manifest with `MAX_CLIPS` clips.
+# Limit in bytes for a manifest that is read. A manifest with `MAX_CLIPS` clips is far smaller.
 _MAX_BYTES = 2**30
-# Timeout of the last write in seconds, after which a network folder counts as unresponsive.
+# Timeout in seconds of the writes at the beginning and the end of a run. After it, the output
+# folder counts as unresponsive.
 _LAST_WRITE_SECONDS = 20.0
 
 
@@ -127,7 +128,7 @@ class RunManifest:
         clips: Entry for each clip of the pipeline, by the clip's index.
         before: Entries of clips that were finished or failed before the run began.
         table: Table `clips.jsonl`, which is written with the manifest; None: there is no table.
-        indices: Row in the table for each clip of the pipeline, by the clip's index.
+        indices: Number of the row in the table for each clip of the pipeline, by the clip's index.
 
     Raises:
         OutputError: `run.json` cannot be written at the beginning or the end of the block.
@@ -252,7 +253,8 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # The pause before the next write is 50 times as long as the preparation of this write took.
+        # The texts of a large run take long to build. A pause of 50 times these seconds keeps the
+        # writes below 2% of this thread's time.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))

@@ -1,9 +1,8 @@
 """Memory estimates and FLOP counts, in this process or in a separate one.
 
-An estimate or count takes seconds of Python code. Under torchrun, rank 0 is a thread of this
-process, and would wait for the interpreter meanwhile, so a separate process estimates. Without a
-launcher, this process estimates itself, because a separate process would take seconds to import
-diffusers.
+An estimate or count runs Python code for seconds. Under torchrun, rank 0 is a thread of this
+process and would wait for the GIL, so a separate process estimates. Without a launcher, this
+process estimates itself, because a separate process would take seconds to import diffusers.
 """
 
 from __future__ import annotations
@@ -53,10 +52,9 @@ def estimate_memory(
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
-        num_threads: Number of intra-op threads of a rank on a CPU, on which the choice of kernels
-            depends.
-        apart: Whether a separate process estimates, so that this process does not import diffusers
-            (350 MB).
+        num_threads: Number of intra-op threads of a rank on a CPU. torch chooses kernels by it.
+        apart: Whether to estimate in a separate process, so that this process does not import
+            diffusers (350 MB).
 
     Raises:
         RequestError: The model cannot make a clip of this size.

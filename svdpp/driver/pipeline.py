@@ -38,25 +38,26 @@ class Pipeline(PipelineRanks):
 
     Args:
         config: Configuration to run. The model's defaults replace fields that are None.
-        layout: `auto`: the layout with the best forecast, with the costs of the configuration (by
-            default published costs). `data-parallel`: each rank makes whole clips. None or
-            `pipeline`: the layout of the configuration.
+        layout: `auto`: the layout with the best forecast, computed from the costs of the
+            configuration (by default published costs). `data-parallel`: each rank makes whole
+            clips. None or `pipeline`: the layout of the configuration.
         num_clips: Number of clips for the forecast, which `auto` needs.
         checkpoint: Checkpoint of the model; None: the pipeline reads the checkpoint's configs.
         tensor_folder: Folder in which the latent of each transfer and the frames are kept for
             verification; None: no tensors are kept.
         latents_folder: Folder for latent checkpoints of requests with a `latents_key`. A checkpoint
             is kept until the clip is finished. Requests with `done_steps` resume from a checkpoint.
-        profile_path: Path of the torch.profiler trace of one clip on rank 0; "": no trace.
+        profile_path: Path of the torch.profiler trace of one clip on rank 0; None: no trace.
         shared_paths: Paths of images and output folders. Ranks on several hosts start only if these
             paths and `latents_folder` exist on every host.
-        history_clips: Number of the latest clips that `trace` keeps, and of the latest failed clips
-            that `failures` keeps. A pipeline that runs for days needs a limit. None: no limit.
+        history_clips: Limit for a pipeline that runs for days: `trace` keeps only this number of
+            the latest clips, and `failures` this number of the latest failed clips. None: no limit.
         trace_clips: Number of the latest clips that `trace` keeps; None: `history_clips`.
         ranks_ignore_signals: Whether ranks that this process starts ignore INT, TERM and HUP. A
             service finishes its clips after such a signal, and the signal often reaches all
             processes.
-        fault: Function that each rank calls first, with its rank number. Tests inject faults by it.
+        fault: Function that each rank calls first, with its rank number. Tests inject faults with
+            it.
     """
 
     @property
@@ -110,8 +111,8 @@ class Pipeline(PipelineRanks):
         Raises:
             RequestError: The ranks cannot make one of the clips.
             ClosedError: The pipeline is not open.
-            SvdppError: A clip failed (the error of the first failed clip is raised when all other
-                clips are finished), or the run ended with this error.
+            SvdppError: The run has ended with this error; or a clip failed, and this is the error
+                of the first failed clip, raised when the other clips are finished.
         """
         self._clips.check_may_wait()
         handles = self._submit(requests, metadata, for_results=False)
@@ -163,18 +164,17 @@ class Pipeline(PipelineRanks):
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
             except BaseException as error:
-                # Some ranks may have got the clips. They would wait forever for ranks that have
-                # not.
+                # Ranks that got the clips would wait forever for ranks that did not.
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Ask the ranks to prepare the image of a clip that is submitted later, beside other work.
+        """Ask the ranks to prepare an image for a clip that is submitted later.
 
-        This call does not wait. Each rank that encodes sends an `ImageReady` event when the image
-        is prepared.
+        This call does not wait. Each rank that encodes prepares the image while it does other work,
+        and then sends an `ImageReady` event.
 
         Args:
             request: Request for the clip. The request that is submitted later must be equal.
@@ -203,7 +203,8 @@ class Pipeline(PipelineRanks):
     def replayed(self, requests: Sequence[ClipRequest]) -> list[Span]:
         """Simulate the first clips of the run with measured costs; return the times of all actions.
 
-        The simulation uses the mean costs that this run has measured so far.
+        The simulation uses the mean costs that this run has measured so far. If the dummy model
+        sleeps to imitate a real model, it uses the costs of the configuration.
 
         Args:
             requests: Requests of the clips, from clip 0 on.

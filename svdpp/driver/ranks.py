@@ -51,7 +51,7 @@ def _check_arguments(
 
 
 def _choose_backend(config: PipelineConfig, world: World | None) -> str:
-    """Return the backend of `torch.distributed`, after a check that this host has the devices."""
+    """Check that this host has the devices, and return the backend of `torch.distributed`."""
     backend = process_group.choose_backend(config.device, config.world_size)
     num_local = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, num_local, launched=world is not None)
@@ -59,7 +59,7 @@ def _choose_backend(config: PipelineConfig, world: World | None) -> str:
 
 
 class PipelineRanks:
-    """Ranks of a pipeline, which this process starts or, with a launcher, joins.
+    """Ranks of a pipeline. This process starts them, or joins the ranks that a launcher started.
 
     The pipeline's thread continuously receives events of the ranks, so that ranks never wait for a
     reader. The thread ends when the pipeline is closing and all clips are done, when a rank fails,
@@ -84,8 +84,8 @@ class PipelineRanks:
     ) -> None:
         _check_arguments(config, history_clips, trace_clips)
         self.world = find_world()
-        """World that a launcher gave this process; None: no launcher, the pipeline starts the
-        ranks."""
+        """World that a launcher gave this process; None: there is no launcher, and the pipeline
+        starts the ranks."""
         self.layout_reason = ""
         """Reason for the choice of the layout, in one line; "" if the user gave the layout."""
         if layout is not None:
@@ -196,7 +196,9 @@ class PipelineRanks:
         )
 
     def dismiss(self) -> None:
-        """End all ranks that a launcher started, if there is no work; used instead of a with block.
+        """End all ranks that a launcher started, because there is no work for them.
+
+        Rank 0 calls this method instead of entering the `with` block.
 
         Raises:
             RankError: A rank does not connect in time.
@@ -262,7 +264,7 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            # the time of the rendezvous does not count: it had its own deadline
+            # the rendezvous had a deadline of its own, so the start timeout counts from its end
             begun = time.monotonic()
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
@@ -288,7 +290,7 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _abort(self, error: BaseException | None) -> BaseException | None:
-        """End the ranks immediately. In the pipeline's thread, the call returns before they end.
+        """End the ranks immediately. A call in the pipeline's thread does not wait for their end.
 
         Args:
             error: Reason that is sent to ranks on other hosts; None: no more results are needed.
@@ -328,7 +330,8 @@ class PipelineRanks:
             if error is not self._closed_error:
                 self.run_error = error
         try:
-            # If a launcher started the ranks, `_abort` later checks whether one of them has failed.
+            # After `_abort`, ranks of a launcher are killed later, in `_clean_up`: `_abort` first
+            # checks whether one of them has failed.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:
@@ -408,7 +411,8 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         allowed: Whether ranks are allowed to differ.
 
     Raises:
-        RequestError: Ranks differ although this is not allowed, or share a GPU with NCCL.
+        RequestError: Ranks differ although this is not allowed, or two ranks with NCCL have the
+            same GPU.
     """
     owners: dict[str, int] = {}
     for rank, event in sorted(started.items()):

@@ -1,4 +1,4 @@
-"""`PipelineRequest`: resolves a user's options to a configuration of ranks and layout."""
+"""`PipelineRequest`: a user's options, from which `resolve` makes a `PipelineConfig`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def assumed_costs(*, decodes: bool, family: str) -> CostModel:
     For SVD these are published costs. For other models, only steps cost time.
 
     Args:
-        decodes: Whether the model decodes clips. The dummy model does so only if it sleeps.
+        decodes: Whether the model decodes clips. The dummy model does so only if it sleeps to
+            imitate a real model.
         family: Family of the model.
     """
     return find_costs(ASSUMED_COSTS) if decodes and family == "svd" else CostModel()
@@ -69,7 +70,7 @@ def describe_assumed_costs(costs: CostModel) -> str:
 
 
 def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> str:
-    """Return the device; `auto` becomes `cuda` if there is a GPU, and `cpu` for small models.
+    """Return the device; `auto` becomes `cuda` if there is a GPU, else `cpu` for small models.
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
@@ -127,7 +128,7 @@ class PipelineRequest:
     parallel: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `ParallelConfig` that the user has set; `cfg_parallel_size` can also be `auto`."""
     num_ranks: int | None = None
-    """Number of ranks; None: `default_world` ranks."""
+    """Number of ranks that the user gave; None: see `world_size`."""
     num_threads: int | None = None
     """Number of CPU threads of each rank. None: 1 on CUDA; on the CPU, the number of cores divided
     by the number of ranks."""
@@ -138,11 +139,11 @@ class PipelineRequest:
     launched: World | None = None
     """World that a launcher gave this process; None: this process starts the ranks."""
     serves: bool = False
-    """Whether a server makes the clips, so that a user waits for each clip, and may choose the
-    number of steps."""
+    """Whether a server makes the clips: a user waits for each clip, and each request may have
+    another number of steps."""
     steps_vary: bool = False
-    """Whether clips have different numbers of steps, so that some may not be divisible by the
-    number of ranks."""
+    """Whether clips have different numbers of steps. The number of ranks may not divide all of
+    them."""
     time_scale: float | None = None
     """Factor by which costs are multiplied to get the seconds that the dummy model sleeps; None:
     the model does not sleep."""
@@ -155,8 +156,8 @@ class PipelineRequest:
     """Memory of each device in GiB, for the choice of a layout. None: the free memory of this
     machine's devices."""
     default_world: int | None = None
-    """Number of ranks if neither the user nor a launcher gives a number. None: one rank for each
-    GPU of this machine, or 2 on the CPU."""
+    """Largest number of ranks to use if neither the user nor a launcher gives a number. None: one
+    rank for each GPU of this machine, or 2 on the CPU."""
     checkpoint: Checkpoint | None = None
     """Checkpoint of the model; None: the model's configs are read if they are needed."""
 
@@ -193,7 +194,7 @@ class PipelineRequest:
         check_choices(self.layout, self.parallel)
 
     def resolve(self) -> tuple[PipelineConfig, str]:
-        """Choose ranks and layout, and return the configuration with the reason.
+        """Choose ranks and layout, and return the configuration with a reason for the choice.
 
         Returns:
             Configuration, and a sentence on the choice of ranks and layout; "" if nothing was
@@ -234,9 +235,10 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return a copy with as many steps as ranks, but at least two, for some schedulers.
+        """Return a copy with one step for each rank.
 
-        The copy has more steps if the family needs more.
+        The copy has at least two steps, which some schedulers need, and more if the family needs
+        more.
         """
         world_size = self.world_size
         sampling = self.sampling.with_few_steps(max(world_size, 2), world_size)
@@ -268,7 +270,10 @@ class PipelineRequest:
 
     @cached_property
     def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
-        """Checkpoint and resolved sampling parameters; for SVD, None and unresolved parameters."""
+        """Checkpoint and resolved sampling parameters.
+
+        SVD's checkpoint is not read: for SVD, the values are None and the unresolved parameters.
+        """
         if self.sampling.family == "svd":
             return None, self.sampling
         return self._read_checkpoint, self._read_checkpoint.resolve_sampling(self.sampling)
@@ -375,7 +380,7 @@ class PipelineRequest:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks.
+        """Number of ranks: of the launcher, of the user, or chosen for the devices.
 
         Raises:
             RequestError: `num_ranks` disagrees with the launcher.
@@ -393,7 +398,8 @@ class PipelineRequest:
         if requested is not None:
             return requested
         stages = max(1, self._devices // self._pair_size)
-        # The user has requested a uniform split.
+        # A uniform split, which the user has requested, needs a number of ranks that divides the
+        # steps.
         if self._requires_even_steps(self._given) and "split" in self._given:
             stages = largest_world(self.sampling.num_inference_steps, stages)
         return self._pair_size * stages
@@ -458,7 +464,7 @@ class PipelineRequest:
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
         """Return the memory of the model's parts (fields of `CostModel`) and of each device in GiB.
 
-        Both are empty if they are unknown, or do not matter, as on the CPU.
+        A value that is unknown, or does not matter as on the CPU, is empty.
         """
         if self.memory_gib is not None:
             return {}, self.memory_gib

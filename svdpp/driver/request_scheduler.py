@@ -16,7 +16,8 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Number of clips for each rank. Among so many clips, every route that a split can give occurs.
+# Number of clips per rank that `check_routes` tries. Every route that a split can give to a clip
+# occurs among so many clips.
 _ROUTES = 4
 
 
@@ -36,14 +37,16 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # LoRA files by LoRA (its weight set to 1). Each file has two keys: the LoRA as the request
-        # names it, and with the path that was found.
+        # LoRA files, by `Lora` with weight 1. Each file has two keys: a `Lora` with the name in the
+        # request, and one with the path that was found.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self.router = Router(config, checkpoint)
         """Router of the clips. Each rank has an equal router, and so computes the same routes."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
         """Return a request with resolved sampling parameters and with the paths of its LoRAs.
+
+        `sampling` of the result is None if the parameters are those of the pipeline.
 
         Raises:
             RequestError: The model cannot make the clip, or loads no LoRAs.
@@ -68,7 +71,7 @@ class RequestScheduler:
         """Return the files of a clip's LoRAs. Each file is searched for and checked only once.
 
         Args:
-            loras: LoRAs of the clip, as the request names them or with paths that were found.
+            loras: LoRAs of the clip, each with the name in the request or the path that was found.
 
         Raises:
             RequestError: The model loads no LoRAs.
@@ -93,7 +96,7 @@ class RequestScheduler:
         return self._found_loras[lora.source]
 
     def check_routes(self, sampling: SamplingConfig) -> None:
-        """Check that the ranks can make a clip with these parameters at any index.
+        """Check that the ranks can make a clip with these parameters, whatever the clip's index is.
 
         Args:
             sampling: Sampling parameters of the clip, resolved or not.

@@ -19,11 +19,11 @@ from svdpp.plan.layout import check_chunks
 from svdpp.plan.roles import Roles
 from svdpp.worker.routes import resolve_clip_config
 
-#: Environment variable in which diffusers reads its default attention backend, and the value that
-#: diffusers uses if the variable is not set.
+#: Environment variable from which diffusers reads its default attention backend, and the backend
+#: that diffusers uses if the variable is not set.
 _BACKEND_VARIABLE, _DEFAULT_BACKEND = "DIFFUSERS_ATTN_BACKEND", "native"
-#: Components whose weights must be present: no components, components that ranks on this host load,
-#: or all components.
+#: Components whose weights must be present. `none`: no components; `host`: components that ranks on
+#: this host load; `all`: all components.
 Weights = Literal["none", "host", "all"]
 
 
@@ -74,9 +74,9 @@ def _check_attention_backend(model: ModelConfig, checkpoint: Checkpoint) -> None
     name, of_variable = model.attention_backend, os.environ.get(_BACKEND_VARIABLE)
     if of_variable not in (None, "", _DEFAULT_BACKEND, name):
         raise RequestError(
-            f"{_BACKEND_VARIABLE} is {of_variable!r}: it would change the bits of clips without a "
-            "record",
-            f"unset {_BACKEND_VARIABLE}; `attention_backend` does the same and is recorded",
+            f"{_BACKEND_VARIABLE} is {of_variable!r}: it would change the bits of clips, and their "
+            "JSON would not say so",
+            f"unset {_BACKEND_VARIABLE}; `attention_backend` does the same and is recorded there",
             details={"variable": _BACKEND_VARIABLE, "value": of_variable},
         )
     if name is not None:
@@ -119,9 +119,10 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 
 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
-    """Return the number of ranks that decode each clip: the user's, or 2 for pairs if possible.
+    """Return the number of ranks that decode each clip.
 
-    Several ranks can decode a clip only if its decode consists of chunks of frames or of tiles.
+    If the user gives no number, both ranks of a pair decode if they can. Several ranks can decode a
+    clip only if its decode consists of independent chunks of frames or of tiles.
     """
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks or bool(config.tiles)
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
@@ -149,8 +150,8 @@ _RANK_BYTES = 128 * 2**20
 #: Bytes of host memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, a
 #: second image of 4 megapixels at the same time (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
-#: Number of pixels of a demo model's clip up to which memory is not checked, because the clip needs
-#: at most half a gigabyte.
+#: Number of pixels in all frames of a clip. Memory is not checked for clips of demo models up to
+#: this size, which need at most half a gigabyte.
 _DEMO_PIXELS = 2**18
 #: Names that safetensors files use for the dtypes of `ModelConfig.dtype`.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -169,7 +170,7 @@ def estimate_parts(
     Args:
         config: Resolved configuration.
         checkpoint: Checkpoint of the model; None for the dummy model, which needs almost no memory.
-        apart: Whether a separate process estimates, so that this process needs less memory.
+        apart: Whether to estimate in a separate process, so that this process needs less memory.
     """
     if checkpoint is None:  # the dummy model needs only megabytes
         nothing = PartMemory(0, 0)
@@ -212,7 +213,7 @@ def estimate_ranks(
     Args:
         config: Resolved configuration.
         checkpoint: Checkpoint of the model; None for the dummy model, which needs almost no memory.
-        apart: Whether a separate process estimates, so that this process needs less memory.
+        apart: Whether to estimate in a separate process, so that this process needs less memory.
     """
     parts = estimate_parts(config, checkpoint, apart=apart)
     return [
@@ -229,19 +230,21 @@ def memory_of_devices(
     free_bytes: Callable[[str], int] = free_bytes,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[dict[str, float], tuple[float, ...]]:
-    """Return the memory that the model needs and the free memory of devices, to choose a layout.
+    """Return the memory that the model needs, and the free memory for it on each rank's GPU.
+
+    A layout is chosen from these values.
 
     Args:
         model: Model of the ranks.
         sampling: Sampling parameters of the clips.
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
         world_size: Number of ranks.
-        free_bytes: Function that returns the free memory of a GPU.
+        free_bytes: Function that returns the free bytes of a GPU, such as `cuda:0`.
         checkpoint: Checkpoint of the model; None: its configs are read.
 
     Returns:
-        Memory of the model's parts as fields of `CostModel`, and free memory for each rank. Both
-        are in GiB, and both are empty on the CPU.
+        Memory of the model's parts as fields of `CostModel`; and for each rank the free memory,
+        less what CUDA and NCCL take. Both are in GiB, and both are empty on the CPU.
     """
     if device == "cpu":
         return {}, ()
@@ -254,7 +257,7 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """Return the memory of a rank beside the model and torch's allocator, in bytes."""
+    """Return the bytes that a rank needs besides the model, such as for Python, CUDA and NCCL."""
     if device == "cpu":
         return _RANK_BYTES
     # Ranks that share a GPU (`cuda:N`) use gloo, and so have no buffers of NCCL.
@@ -264,7 +267,7 @@ def _process_bytes(device: str) -> int:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Check that this machine has enough free memory for its ranks on the CPU.
+    """Check that this machine has enough free memory for ranks on the CPU; skip ranks on GPUs.
 
     Args:
         config: Resolved configuration.
@@ -314,9 +317,9 @@ def _total_bytes_needed(
 
 
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
-    """Whether ranks on the CPU share the memory of the weights for some roles.
+    """Whether all ranks on this host that have these roles share one copy of the weights.
 
-    Ranks map the same pages of a file if the file has the dtype in which the weights are loaded.
+    Ranks on the CPU map the same pages of a weight file if it has the dtype that they load.
     """
 
     def is_mapped(part: str) -> bool:
@@ -325,7 +328,7 @@ def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) ->
         dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
         dtypes = {*chain(*checkpoint.weight_files(part).values())}
         if part in checkpoint.int8_denoisers:
-            # Scales, and tensors that diffusers keeps in float32, are in float32 in the file, too.
+            # An int8 file also has float32 tensors: scales, and weights that stay in float32.
             return dtypes <= {"I8", "F32", _DTYPES[dtype]}
         return dtypes == {_DTYPES[dtype]}
 

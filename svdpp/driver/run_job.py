@@ -27,7 +27,8 @@ class RunJob:
     made_from: ClipInput
     seed: int
     sampling: SamplingConfig | None = None
-    """Unresolved sampling parameters of this clip; None: the parameters of the pipeline."""
+    """Sampling parameters of this clip, not yet resolved with the model's defaults; None: the
+    parameters of the pipeline."""
     out: str = ""
     """File name that the user gave, without the suffix; empty: a name is made from the input."""
     name: str = ""

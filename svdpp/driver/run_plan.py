@@ -40,7 +40,7 @@ class PlannedClip:
 
 
 class JobResolver:
-    """Converter of jobs into requests for clips and metadata of clips.
+    """Converter of jobs into the requests and the metadata of their clips.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -86,7 +86,11 @@ class JobResolver:
         return OutputConfig(path=str(path), format=self._format, crf=self._crf)
 
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
-        """Return the pipeline's configuration with given sampling parameters; None: its own."""
+        """Return the pipeline's configuration with the given sampling parameters.
+
+        Args:
+            sampling: Resolved sampling parameters; None: those of the pipeline.
+        """
         if sampling is None:
             return self.config
         return self._scheduler.router.config_with(sampling)

@@ -29,8 +29,8 @@ from svdpp.models.checkpoint import Checkpoint
 
 #: Image as an argument of `generate`: the path of a file, or a PIL image.
 ImageSource: TypeAlias = str | os.PathLike[str] | Image.Image
-#: Input of a clip as an argument of `generate`: an image, or a dict of the clip's fields by their
-#: names in requests.
+#: Input of a clip as an argument of `generate`: an image, or a dict with the same fields as a line
+#: of a jobs file.
 ClipSource: TypeAlias = ImageSource | Mapping[str, Any]
 
 
@@ -40,7 +40,8 @@ class SourceReader:
     Args:
         model: Model of the clips.
         checkpoint: Checkpoint of the model; only its configs are read.
-        parameters: Sampling parameters, by names in requests or by names of fields.
+        parameters: Sampling parameters, by their names in jobs files (`steps`) or by the names of
+            fields (`num_inference_steps`).
         format: Format of the clips.
         folder: Folder to which PIL images are saved, because ranks read image files.
     """
@@ -70,9 +71,9 @@ class SourceReader:
         """Return a job for each dict, or for each combination of image, prompt and seed.
 
         Args:
-            inputs: Dicts, each with the fields of one clip, or images, folders and patterns. An
-                image among dicts is a clip without other fields. Empty: clips are made from prompts
-                alone.
+            inputs: Images, or paths of images, folders and glob patterns. Or dicts, each with the
+                fields of one clip; an image among dicts is a clip without other fields. Empty: the
+                clips are made from prompts alone.
             prompts: Prompts that each image is combined with; None: clips have no prompts.
             negative_prompt: Text that describes what clips with a prompt must not show; None: no
                 such text.
@@ -91,7 +92,9 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return unresolved sampling parameters: the given values, and the model's defaults.
+        """Return the sampling parameters of `parameters`, with defaults for missing ones.
+
+        They are not yet resolved: some fields are None until the model's configs are read.
 
         Args:
             from_image: Whether clips start from an image, for families where an image is optional.
@@ -152,13 +155,13 @@ class SourceReader:
         return {str(name): self._plain(value, index) for name, value in clip.items()}
 
     def _plain(self, value: Any, index: int) -> Any:
-        """Return a value of a dict, with paths as texts in place of images and other paths."""
+        """Return a value of a dict, with the path as a text in place of an image or a `Path`."""
         if isinstance(value, list | tuple):
             return [self._plain(each, index) for each in value]
         return self._path(value, index) if isinstance(value, os.PathLike | Image.Image) else value
 
     def _path(self, image: ImageSource, index: int) -> str:
-        """Return the path of an image. A PIL image is first saved to a file, only once."""
+        """Return the path of an image. A PIL image is saved to a file at its first occurrence."""
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
@@ -204,7 +207,7 @@ def input_label(index: int) -> str:
 
 
 def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters by field name; the keys may also be names in requests."""
+    """Return sampling parameters with keys such as `steps` replaced by field names."""
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():
@@ -220,12 +223,12 @@ def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
     return values
 
 
-#: Arguments of `generate` that are not sampling parameters, which hints may suggest.
+#: Arguments of `generate` that are not sampling parameters. Hints suggest them for misspelt names.
 _ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_size", "device")
 
 
 def _as_png(image: Image.Image, index: int) -> Image.Image:
-    """Return an image without metadata and with the same colours, in a mode that PNG supports.
+    """Return a copy of an image in a mode that PNG supports, with equal colours and no metadata.
 
     A rotation in EXIF metadata is not applied, as in diffusers' pipelines.
     """

@@ -43,7 +43,7 @@ _END_SECONDS = 30.0
 # Width, in columns, of the grid of ranks and steps in error messages. With the rank's name and the
 # remark, a line has 80 columns.
 _GRID_WIDTH = 44
-# Python's exit code of a process whose fork server has ended.
+# Exit code that Python reports for a process if the process's fork server has ended.
 _LOST_CODE = 255
 _NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less memory"
 
@@ -55,7 +55,7 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """Return a context manager that yields an observer that ignores every event."""
+    """Return a context manager that yields a no-op observer."""
     return nullcontext(lambda _rank, _event: None)
 
 
@@ -69,7 +69,7 @@ class Supervisor:
         config: Resolved configuration.
         observers: Functions that get each event of the ranks.
         trace: Trace that keeps the measurements; None: a new trace.
-        begun: Time at which the start of the ranks began, on the monotonic clock; None: now.
+        begun: Time on the monotonic clock from which `start_timeout_seconds` counts; None: now.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Supervisor:
             self.send(rank, message)
 
     def abort(self, error: BaseException) -> None:
-        """Make the current or next call of `step` raise an error. Any thread may call this."""
+        """Make the current or next call of `step` raise `error`. Any thread may call this."""
         self._aborted = error
 
     def supervise(
@@ -181,12 +181,12 @@ class Supervisor:
         self._group.kill(error)
 
     def find_root_cause(self) -> SvdppError | None:
-        """Wait for the reports of all ranks, and return the error that ended the run.
+        """Collect the ranks' reports for half a second, and return the error that ended the run.
 
         A broken link between two ranks counts as the cause only if there is no other failure.
 
         Returns:
-            Error that ended the run; None if ranks were ended only by signals.
+            Error that ended the run; None if ranks report only that signals ended them.
         """
         deadline = time.monotonic() + _REPORT_SECONDS
         # The events are read at least once, even if this process was paused beyond the deadline.
@@ -326,16 +326,16 @@ def _position(action: Action | None, step: int) -> dict[str, object]:
 
 
 def _is_interrupt(event: Failed) -> bool:
-    """Whether a rank was ended by a signal, which is never the cause of other failures."""
+    """Whether a rank reports that a signal ended it. Such a report never explains a failure."""
     return bool(event.error["type"] == Interrupted.__name__)
 
 
 # --- detection of stalled ranks -----------------------------------------------------------------
 
-# Factor by which a rank may be silent for longer while it starts. A library may hold the GIL for
-# long at the start, as CUDA's initialisation does with many GPUs.
+# Factor by which the limit for silence is longer while a rank starts. A library may hold the GIL
+# for long at the start, as CUDA's initialisation does with many GPUs.
 _PATIENCE_AT_START = 8
-# Seconds between two polls above which the parent itself must have been paused, because the parent
+# If more than these seconds pass between two polls, this process itself was paused: it normally
 # polls several times a second.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
@@ -377,14 +377,15 @@ class StallDetector:
 
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
     without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
-    ranks have joined, a rank is also stalled if it computes for longer than `timeout_seconds`
-    without progress. `states` has an entry for each rank. All times are in seconds on the same
-    clock.
+    ranks have joined, a rank is also stalled if it makes no progress for `timeout_seconds` and does
+    not wait for another rank. If all busy ranks wait for each other for so long, the rank with the
+    oldest progress is stalled. `states` has an entry for each rank. All times are in seconds on the
+    same clock.
 
     Args:
         config: Configuration with the timeouts.
         now: Current time.
-        begun: Time at which the start of the ranks began; None: now.
+        begun: Time from which `start_timeout_seconds` counts; None: `now`.
     """
 
     def __init__(self, config: PipelineConfig, now: float, begun: float | None = None) -> None:
@@ -404,7 +405,7 @@ class StallDetector:
             now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # samples are no sign of progress: a stalled rank's thread still sends them
+            return  # no sign of progress: a thread of its own sends it, even in a stalled rank
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True
@@ -473,9 +474,9 @@ class StallDetector:
         return Stall(rank, f"did not get ready {within}{doing}", _SLOW_DISK_HINT, numbers)
 
     def _discount_pause(self, now: float) -> None:
-        """Shift the ranks' times by a pause of this process, which is no stall of a rank.
+        """Add the seconds of a pause to all recorded times, so that no rank counts as stalled.
 
-        Ctrl-Z stops this process and the ranks, and a suspended machine stops all processes.
+        Ctrl-Z pauses this process and the ranks; a suspended machine pauses all processes.
         """
         pause, self._polled = now - self._polled, now
         if pause > _PAUSE_SECONDS:

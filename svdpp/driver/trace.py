@@ -35,7 +35,7 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """Start and end of a rank's wait for a packet or a slow neighbour before an action."""
+    """Start and end of a wait before an action: for a packet, or for a slow neighbour."""
 
     rank: int
     clip: int
@@ -60,7 +60,10 @@ class TransferSpan(NamedTuple):
 
 
 class MeasuredCosts:
-    """Running mean of the seconds of each kind of work over all ranks, in constant memory."""
+    """Mean seconds of each kind of work over all ranks.
+
+    Only sums and counts are kept, so the memory does not grow with the number of events.
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -106,14 +109,17 @@ TimedSpan = Span | StepSpan | WaitSpan | TransferSpan
 
 
 class SpanBuilder:
-    """Builder of spans from events, in times of the clock of rank 0's host."""
+    """Builder of spans from events. It converts times to the clock of rank 0's host."""
 
     def __init__(self) -> None:
         self._clock_ahead: dict[int, float] = defaultdict(float)
         self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> list[TimedSpan]:
-        """Return the spans that an event completes: an action, its steps, and the wait before it.
+        """Return the spans that an event completes.
+
+        `ActionDone` completes an action, its steps, and the wait before it. `TransferDone`
+        completes a transfer. The list is empty for other events.
 
         Args:
             rank: Rank that sent the event.
@@ -125,7 +131,7 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    # the steps belong to an action that has failed, which sends no `ActionDone`
+                    # the earlier steps belong to a failed action, which sends no `ActionDone`
                     steps.clear()
                 steps.append(event)
             case ActionDone():
@@ -208,8 +214,8 @@ class Trace:
 
     Args:
         world_size: Number of ranks.
-        last_clips: Number of the latest clips that the lists cover, so that a pipeline can run for
-            days; `costs` covers all clips. None: the lists cover all clips.
+        last_clips: Number of the latest clips whose spans are kept, so that memory does not grow
+            while a pipeline runs for days. `costs` covers all clips. None: all spans are kept.
         first_clip: First clip that is measured; earlier clips only warm up the ranks.
     """
 
