@@ -151,7 +151,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
 
 
 def format_range(low: float, high: float) -> str:
-    """Return a range of ratios as text, short enough for a table of 80 columns.
+    """Return a range of ratios, such as `0.97..1.05`: short enough for a table of 80 columns.
 
     Args:
         low: Lower end, above 0.

@@ -1,7 +1,7 @@
 """Output of commands: results to stdout, remarks and errors to stderr.
 
-No other module prints. All output is redacted, except lines of results, which show paths as the
-user typed them. Control characters in names never reach a terminal.
+No other module prints. Secrets and the home folder are redacted in all output but the lines of
+results, which show paths as the user typed them. Control characters never reach a terminal.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class Console:
         self._options = {*names.values()}
 
     def write_fields(self, text: str) -> str:
-        """Return a message in which fields are replaced by their options.
+        """Return a message in which fields in backticks are replaced by options such as `--frames`.
 
         Args:
             text: Text with fields in backticks.
@@ -285,7 +285,10 @@ class Console:
 
 
 def _json_pieces(value: Any) -> Iterator[str]:
-    """Yield indented and redacted JSON in pieces, one for each element of a long list of clips."""
+    """Yield indented and redacted JSON in pieces, to save memory.
+
+    Each element of a list with more than `MAX_ROWS` elements, such as clips, is a piece.
+    """
     clean = redaction()
     long = (
         []
@@ -331,14 +334,14 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def _label(name: str) -> str:
-    """Return a key of the JSON as a label, without the unit, which the value's text has."""
+    """Return the label for a key of the JSON: `peak` for `peak_bytes`. `_cell` shows the unit."""
     for unit in ("_bytes", "_seconds", "_gib"):
         name = name.removesuffix(unit)
     return name.replace("_", " ") if name.islower() else name
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value of the JSON as text, with the unit."""
+    """Return a value of the JSON as text, with the unit that the key `name` ends with."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

@@ -93,13 +93,13 @@ def doctor(
 
 
 def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """Return the configuration to check: that of a run with these options and a step per rank."""
+    """Return the configuration of a run with these options and one step for each rank."""
     # The checks download nothing, and have shorter timeouts than a run.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     readable, from_image = options, True
     try:
         from_image = options.needs_image
-    except ModelError:  # the check of the model follows, and reports the error
+    except ModelError:  # the check of the model, which comes later, reports the error
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,

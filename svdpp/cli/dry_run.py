@@ -34,9 +34,9 @@ def show_plan(
         policy: Folder and encoding of the clips, and treatment of existing files.
         config: Configuration of the run.
         jobs: Jobs of the run, checked.
-        why: Remark on the layout.
+        why: Sentence on the choice of the layout; "" if the user gave the layout.
         input_errors: Errors of inputs and lines for which no clip is made.
-        assumes_costs: Whether the user gave no costs.
+        assumes_costs: Whether the user gave no costs; a remark then names the assumed costs.
     """
     from svdpp.driver.jobs import plan_clips
     from svdpp.driver.request import describe_assumed_costs
@@ -83,7 +83,12 @@ def _clip_row(
 ) -> dict[str, Any]:
     """Return a dry run's row for a clip.
 
-    `end` is the forecast time of the clip's end in seconds.
+    Args:
+        config: Configuration of the run.
+        clips: Plan of the run.
+        clip: Clip of the row.
+        end: Forecast of the seconds from the start of the run to the end of the clip. None: no
+            forecast, because only the first `BATCH_SIZE` clips are simulated.
     """
     sampling, job = clip.sampling or config.sampling, clip.job
     file, folder = job.made_from.media_file, clips.resolver.folder
@@ -99,10 +104,10 @@ def _clip_row(
 
 
 def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
-    """Forecast when each of the first clips ends, and how long all clips take.
+    """Forecast when each of the first clips ends, and how long all clips take, in seconds.
 
-    The costs are for the pipeline's sampling parameters. The times of a clip of another size are
-    scaled by its pixels.
+    `config.costs` are the costs of a clip with the pipeline's sampling parameters. For a clip of
+    another size, they are scaled by the number of its pixels.
     """
     from svdpp.driver.run_plan import BATCH_SIZE
     from svdpp.plan.forecast import simulate_schedule
@@ -118,7 +123,7 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     for span in spans:
         ends[span.clip] = max(ends[span.clip], span.end)
     total = max(ends)
-    if len(first) < len(clips.clips):  # the remaining clips are assumed to finish at the same rate
+    if len(first) < len(clips.clips):  # the others are assumed to go on at the same rate
         steps = [
             (clip.sampling or config.sampling).num_inference_steps * each
             for clip, each in zip(clips.clips, pixels, strict=True)

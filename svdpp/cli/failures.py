@@ -110,9 +110,9 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
     Args:
         error: Error that ended this rank.
-        signals: Numbers of the signals that arrived since the error. If a signal arrived and rank 0
-            has ended, rank 0 has reported an error, usually the same error, because all ranks have
-            the same command line.
+        signals: Numbers of the signals that arrived since the error. A launcher sends a signal when
+            another rank has failed. That rank has reported its error, which is usually the same
+            one, because all ranks have the same command line.
     """
     try:
         launched = find_world()

@@ -1,7 +1,7 @@
 """Faster commands of Typer, which parse only the options that are given.
 
 Typer 0.29 makes a pydantic model of each option that it parses, even if the option keeps its
-default. In light commands this would take longer than the rest of the command.
+default. In a quick command such as `svdpp plan`, this would take longer than all else.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return an option `--help` in place of Typer's, which each command would always parse."""
+    """Return an option `--help`. It replaces Typer's, which is parsed even if it is not given."""
     return flag(
         "--help",
         "-h",
@@ -91,7 +91,7 @@ class LazyOptionCommand(TyperCommand):
 def _options_to_parse(
     all_params: Sequence[Any], words: list[str], context: typer.Context
 ) -> Iterator[Any]:
-    """Yield arguments, and options that the command line or a variable gives."""
+    """Yield all arguments, and the options given by the command line or environment variables."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
     # Short options can be combined with values and each other, as in -ofile and -vq, so a word

@@ -92,8 +92,8 @@ _VERIFIED_BY = (
 def _verified(spec: FamilySpec) -> dict[str, Any]:
     """Return how a family's clips compare with those of diffusers in the tests.
 
-    `tests/models/test_registry.py` compares clips whose steps are cut between ranks, and clips of
-    pairs, which are only close to those of diffusers if the pair divides a batch.
+    `tests/models/test_registry.py` compares clips whose steps are cut between ranks (`cuts`), and
+    clips that pairs of ranks make (`pairs`). If a pair divides a batch, its clips are only close.
     """
     pairs = "bitwise" if spec.pairs_are_exact else "close"
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-#: Names of options that differ from their fields in configurations, by field.
+#: Options whose names differ from the names of their fields in configurations, by field.
 OPTION_OF_FIELD = {
     "world_size": "gpus",
     "num_threads": "threads",

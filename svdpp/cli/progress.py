@@ -72,10 +72,10 @@ class Progress(Bars):
             left.
         labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
         num_clips: Number of all clips; None: those of `schedule`.
-        costs: Assumed costs until they are measured; costs that are not measured keep their ratio
-            to a step. None: a step takes 1, all else 0.
-        ranks: Whether each rank has a line, and each clip is announced. False: only a summary is
-            shown.
+        costs: Costs for work that is not measured yet, scaled by the ratio of the measured to the
+            assumed seconds of a step. None: only steps take time.
+        ranks: Whether to show a line for each rank, and to print a line when a clip is finished.
+            False: only a summary is shown.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class Progress(Bars):
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """Return a forecast of the seconds left from measured costs; None without any costs."""
+        """Return the seconds left, forecast from measured costs; None before the first step."""
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
@@ -460,7 +460,7 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     Args:
         pipeline: Pipeline of this rank.
         world: World that the launcher gives this process.
-        console: Console that prints the end of the run, once on each host.
+        console: Console that prints why the run ended, if no other process does; once on a host.
     """
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:  # on the host of rank 0, rank 0 logs the events of all ranks

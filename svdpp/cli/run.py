@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000
-# Number of existing clips whose check takes only a second or two.
+# Number of existing clips that are checked without a remark, since this takes a second or two.
 _FEW_CLIPS = 8
 
 # Maximum number of remarks on images that are printed. Each size of clips can cause a remark.
@@ -76,7 +76,7 @@ class RunOptions(ServerRunOptions):
 
     @property
     def num_references(self) -> int:
-        """Number of references of each clip; 0 if lines of a jobs file name their own."""
+        """Number of reference images of each clip; 0 with `--jobs`, whose lines name their own."""
         return 0 if self.jobs is not None else len(self.reference_paths)
 
     def all_seeds(self) -> list[int]:
@@ -398,7 +398,8 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run, whose folders all hosts must share; only rank 0 has them.
+            jobs: Jobs of the run. All hosts must share the folders of their images and videos. Only
+                rank 0 has jobs.
         """
         from svdpp.driver.pipeline import Pipeline
 
@@ -424,7 +425,7 @@ class RunCommand:
             jobs: Jobs of the run, checked.
 
         Raises:
-            RequestError: A clip exists already.
+            RequestError: The model cannot make a clip, or an existing clip has other parameters.
             ModelError: The model cannot be used.
         """
         from svdpp.driver.jobs import plan_clips
@@ -498,8 +499,8 @@ class RunCommand:
             )
         if any(not repeats_bits(each.get("conditions", {})) for each in made):
             console.info(
-                "not called exact: the attention backend does not repeat its bits here; the same "
-                "options with svdpp verify --atol"
+                "exactness is not claimed, because the attention backend does not repeat its bits "
+                "here; to check it: svdpp verify --atol with the same options"
             )
         if exact := [metadata for metadata in made if metadata["exact"] is True]:
             path = shlex.quote(str(out / exact[0]["output"]))
@@ -562,7 +563,7 @@ class RunCommand:
 
 
 def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
-    """Return remarks on unexpected changes to the input images, for each size of the clips."""
+    """Return remarks on conversions of images that a user may not expect, such as a stretch."""
     from svdpp.media.inputs import input_remarks
 
     files: dict[tuple[int, int, str], tuple[SamplingConfig, dict[MediaFile, None]]] = {}

@@ -316,7 +316,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     from svdpp.media.output_files import private_files
 
     try:
-        # The block begins before processes are started, because they write clips.
+        # The block begins before ranks are started, because they write clips and inherit its umask.
         with private_files():
             if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)

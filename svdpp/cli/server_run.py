@@ -354,7 +354,7 @@ class _ServerRun:
         self.console.info(progress.summary_line)
 
     def _advice_to_continue(self, run: BatchRun, num_made: int) -> str:
-        """Return advice on how to go on if the command ends before the server has all clips."""
+        """Return advice on how to go on if the command ends before all clips are downloaded."""
         if not run.batch_ids:
             return ""
         finished = f"{num_made} of {pluralize(len(self.clips), 'clip')} downloaded"

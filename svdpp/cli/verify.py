@@ -176,7 +176,7 @@ def verify(
         device=options.device_name(any_on_cpu=True),
         **inputs_of_clips,
     ).resolve()
-    if is_secondary_rank(launched):  # only rank 0 compares tensors, so other ranks are done
+    if is_secondary_rank(launched):  # this rank only makes clips: rank 0 compares the tensors
         from svdpp.cli.progress import serve_member
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
@@ -245,8 +245,8 @@ def _check_effective(context: typer.Context) -> None:
     ]
     require(
         not without_effect,
-        f"no effect on a finished clip: {', '.join(without_effect)}; its metadata says how it was "
-        "made",
+        f"no effect on a finished clip: {', '.join(without_effect)}; the clip is made again as its "
+        "metadata says",
         "leave these options out; svdpp verify PHOTO uses them for a new clip",
     )
 

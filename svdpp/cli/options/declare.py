@@ -65,7 +65,7 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
 
     Args:
         names: Names as users type them, at least one. From a field's name alone, Typer would also
-            make a negative option.
+            make a negative option such as `--no-resume`.
         panel: One of `PANELS`.
         help: Help text, as for `option`.
         common: Whether `--help` shows it, as for `option`.
@@ -75,7 +75,7 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
 
 
 def options_field(options: Mapping[str, Any]) -> Any:
-    """Return a field of an option group that collects several options.
+    """Return a dataclass field for an option group that stands for several options.
 
     The value of the field is a mapping of the options that were given.
 
@@ -86,7 +86,7 @@ def options_field(options: Mapping[str, Any]) -> Any:
 
 
 def collected_options(each: Field[Any]) -> Mapping[str, Any]:
-    """Return the options that a field of an option group collects; empty for most fields.
+    """Return the options that a field of an option group stands for; empty for most fields.
 
     Args:
         each: Field of a dataclass.
@@ -152,7 +152,7 @@ def in_range(low: int, high: int | None = None) -> Any:
 
 
 def canonical_name(name: str) -> str:
-    """Return the present name of an option or a choice.
+    """Return the current name of an option or a choice: `gpus` for `gpus` and for `world`.
 
     Args:
         name: Name or alias, without leading dashes, such as `gpus`, `world` or `dithered`.

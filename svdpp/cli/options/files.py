@@ -156,7 +156,7 @@ class PromptOptions:
             sampling: Sampling parameters of the clips.
             max_pixels: Largest number of pixels of a last image or a reference, or of a frame of a
                 further video.
-            example: Prompt if none is given; None: clips have no prompt.
+            example: Prompt to use if the user gives none; None: such clips have no prompt.
 
         Returns:
             Inputs in the order of the images, then of the prompts.
@@ -195,7 +195,7 @@ class PromptOptions:
 
     @property
     def reference_paths(self) -> tuple[str, ...]:
-        """Paths of the references of each clip."""
+        """Paths of the reference images, which every clip gets."""
         return tuple(map(str, self.reference or ()))
 
     def check_prompts(self) -> None:
@@ -246,7 +246,7 @@ class PromptOptions:
 
     @property
     def video_paths(self) -> dict[str, str]:
-        """Paths of the further videos, by name.
+        """Paths of the further videos, by the names in `--video NAME=FILE`.
 
         Raises:
             RequestError: `--video` is not NAME=FILE.

@@ -241,7 +241,7 @@ class ModelOptions:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """Checkpoint of the model, without weights, which is read once in each command.
+        """Checkpoint of the model, without weights. Its configs are read only once.
 
         None for models that are known without reading files: the default, the demo, and the dummy.
 
@@ -251,8 +251,7 @@ class ModelOptions:
         """
         if self.as_family is None and self.model in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL):
             return None
-        # The import is in this method, because light commands rarely need the module, which takes
-        # long to import.
+        # The module takes long to import, and quick commands rarely need it.
         from svdpp.models.checkpoint import find_checkpoint
 
         return find_checkpoint(self.model_config("cpu"), weights=False)
@@ -282,7 +281,7 @@ class ModelOptions:
 
         Args:
             device: `cpu`, `cuda` or `cuda:N`, on which the default precision depends.
-            family: Family of the model; None: read it if needed.
+            family: Family of the model; None: it is read from the model's configs if needed.
             more: Further fields of the configuration.
 
         Raises:
@@ -319,7 +318,7 @@ class ModelOptions:
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.
             has_last_image: Whether clips also end at an image; None: only if the model needs one.
-            num_references: Number of references of each clip, besides its input image.
+            num_references: Number of reference images of each clip, besides its input image.
 
         Raises:
             RequestError: The model's family lacks a parameter, or a value is out of range.
@@ -342,7 +341,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutAppearance(ModelOptions):
-    """Model options without those that affect only the look of clips, not costs and memory."""
+    """Model options, except those that change how clips look, but neither costs nor memory."""
 
     fit: Fit = "stretch"
     fps: float | None = None

@@ -30,11 +30,11 @@ from svdpp.plan.parallel import (
 
 
 def layout_options_field(**shown_defaults: str) -> Any:
-    """Return a field of an option group that collects the options of a `ParallelConfig`.
+    """Return a dataclass field that stands for all options of a `ParallelConfig`.
 
     Args:
-        shown_defaults: Defaults of the command that differ from the usual ones, in words, by
-            option.
+        shown_defaults: Defaults for the help text, in words, by option. They replace the usual
+            ones, such as `uniform` for `split`.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -55,7 +55,7 @@ def _layout_option(kind: Any, about: LayoutOption, shown_default: str) -> Any:
     return Annotated[choices | None, described]
 
 
-#: Options that contradict `plan --compare`, by the names of their parameters.
+#: Names of the parameters whose options contradict `plan --compare`, which tries all their values.
 COMPARED = (
     "layout",
     *(about.name for about in layout_options().values() if "compare" in about.chosen_by),
@@ -222,7 +222,7 @@ class PipelineOptions(ModelOptions):
             device: Device, if it is already decided; "": that of the options.
             from_image: Whether clips start from an image; None: only if the model needs one.
             has_last_image: Whether clips end at an image; None: only if the model needs one.
-            num_references: Number of references of each clip, besides its input image.
+            num_references: Number of reference images of each clip, besides its input image.
             clip_loras: LoRAs that some of the clips have.
             settings: Further fields of the `PipelineConfig`.
             more: Further fields of the request.
@@ -265,7 +265,7 @@ class PipelineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutLayout(PipelineOptions):
-    """Pipeline options without layout options, for commands in which all ranks do the same."""
+    """Pipeline options without layout options, for commands that always use the same layout."""
 
     layout: LayoutName | None = None
     parallel: Mapping[str, Any] = field(default_factory=dict)
