@@ -19,14 +19,15 @@ _Content = TypeVar("_Content")
 
 
 def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
-    """Check that each LoRA or GGUF file names its expert, if and only if the model has two.
+    """Check that each LoRA or GGUF file names an expert if the model has two, and none otherwise.
 
     Args:
         files: Requested files.
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: The expert of a file is missing or superfluous.
+        RequestError: A file names no expert of a model with two, or an expert of a model with one
+            denoiser.
     """
     two_experts = checkpoint.num_experts == 2
     for file in files:
@@ -53,7 +54,8 @@ def find_file(
 
     Args:
         wanted: Requested file.
-        check: Function that checks the file, before the hash is computed, and returns its content.
+        check: Function that checks the file before the hash is computed. Its result is returned,
+            such as the header of the file.
         default: File name to use if only a folder or a repository is named; empty: the file must be
             named.
         local_files_only: Whether only files on this machine are used.

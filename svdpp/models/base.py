@@ -8,20 +8,21 @@ from typing import NamedTuple, Protocol
 import torch
 from PIL import Image
 
-#: Names, or prefixes of names, of the tensors in a packet (the state of a clip that one rank sends
-#: to the next): the latent, the scheduler's state, the denoiser's output, the random generator's
-#: state, and the structure (JSON in host memory).
+#: Names of the tensors in a packet. A packet is the state of a clip that one rank sends to the
+#: next: the latent, the scheduler's state, the denoiser's output, the random generator's state, and
+#: the structure (JSON in host memory). Several tensors of one kind have the name as a prefix, such
+#: as `scheduler.1`.
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
-#: Prefixes of the names of the tensors that the decode of a part of a clip returns: some of the
-#: clip's frames, or some tiles.
+#: Names of the tensors that the decode of a part of a clip returns: one tensor `frames`, or a
+#: tensor for each tile (`tile.0`, `tile.1`, ...).
 FRAMES, TILE = "frames", "tile"
 
-#: Tensors by name: the contents of a packet, or a prepared image of SVD.
+#: Tensors by name, such as the contents of a packet, or SVD's input image after `prepare`.
 Tensors = dict[str, torch.Tensor]
 
-#: Visual input of a clip: an image; the frames of a video; or several images and videos by the
-#: names of the pipeline's arguments.
+#: Visual input of a clip: an image; the frames of a video; or several images and videos by name,
+#: such as `image` and `last_image`.
 ModelInput = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 #: Visual input of a clip after `prepare`: tensors for SVD, an unchanged `ModelInput` for other
@@ -41,13 +42,13 @@ class Audio(NamedTuple):
     """Sampling rate in samples per second."""
 
 
-#: Callback after each step, which gets the step's index and the new latent. An exception from the
-#: callback ends the run of steps.
+#: Callback after each step. Its arguments are the step's index and the new latent. If it raises an
+#: exception, no further steps run.
 AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Other rank of a pair: two ranks that run the same steps, each one branch of the guidance."""
+    """Partner rank of this rank. Both run the same steps; each evaluates one guidance branch."""
 
     branch: int
     """Index of the guidance branch that this rank evaluates: 0 (the pipeline's first) or 1."""

@@ -81,13 +81,13 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Folders of the components that are not in the subfolder of their name in `folder`, because a
-    modular index names another place; and of those for which it names a variant."""
+    """Folders of the components for which a modular index names a variant, or another place than
+    `folder/NAME`. All other components are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
-    """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None: the
-    weights cannot change, because the model is a hub model or a demo model."""
+    """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None before
+    `with_weights`, and for hub models and demo models, whose weights cannot change."""
     variant: str | None
     """Variant of the weight files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
@@ -115,8 +115,8 @@ class Checkpoint:
     frames: tuple[int, int, str]
     """Smallest and largest number of frames of a clip, and the reason for the two limits."""
     image_sizes: tuple[int, int] | None = None
-    """Two numbers of pixels that determine the allowed sizes of clips from an image: the side of a
-    square clip, and the number of which height and width are multiples. None: any size."""
+    """Limits of the size of clips from an image: `target` and `unit` of `check_image_size`, in
+    pixels. None: any size."""
     image_use: InputUse
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
@@ -334,7 +334,7 @@ class Checkpoint:
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of each weight file, in hex, by name of component and file.
 
-        The names are such as `vae/model.safetensors`. A GGUF file gets a name as if it were in the
+        A name is, for example, `vae/model.safetensors`. A GGUF file is named as if it were in the
         folder of the component that it replaces. The first call reads all files of the model, which
         takes about a second for each GB. Later calls, also in other processes, read only files that
         have changed.
@@ -490,7 +490,8 @@ def with_weights(
     replaced = {file.part for file in denoisers}
     components = [part for part in components if part not in replaced]
     with _located(model) as local:
-        # The commits that were found stay the same, even if the hub's repositories change.
+        # Weights are downloaded from the commits that the configs are from, even if the hub's
+        # repositories have changed since.
         commits = component_revisions(checkpoint.external_components)
         model = replace(model, component_revisions=commits)
         if local is None:
@@ -508,14 +509,14 @@ def with_weights(
             files_of_part = checkpoint.weight_files(part)  # the call also checks the files
             if part in checkpoint.int8_denoisers:
                 check_int8_weights(part, files_of_part, model.dtype)
-        changes = local is not None and model.name not in DEMO_MODELS
-        own = checkpoint.own_weight_files(components) if changes else {}
+        may_change = local is not None and model.name not in DEMO_MODELS
+        own = checkpoint.own_weight_files(components) if may_change else {}
         return replace(
             checkpoint,
             loras=tuple(files[lora] for lora in model.loras),
             clip_loras={lora: files[lora] for lora in clip_loras},
             denoisers=denoisers,
-            fingerprint=fingerprint(own) if changes else None,
+            fingerprint=fingerprint(own) if may_change else None,
         )
 
 
@@ -540,7 +541,11 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
 
 
 def _local_folder(name: str) -> Path | None:
-    """Return the local folder of the model `name`; None if the name can only be a hub id."""
+    """Return the local folder of the model `name`; None if the name can only be a hub id.
+
+    Raises:
+        ModelError: The name is that of a single file, or of a folder that does not exist.
+    """
     if name in DEMO_MODELS:
         return _ASSETS / DEMO_MODELS[name].folder
     path = os.path.expanduser(name)

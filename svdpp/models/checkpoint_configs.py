@@ -1,4 +1,4 @@
-"""JSON configs of a checkpoint: reads the index and the components' configs, and checks them.
+"""JSON configs of a checkpoint: functions that read and check the index and components' configs.
 
 The configs are untrusted. A checkpoint is refused if it needs code, if it names a class that svdpp
 does not know, or if a size in a config is above its limit.
@@ -28,9 +28,10 @@ from svdpp.models.files import (
 from svdpp.models.repositories import find_component_folders
 from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
-# Names of the index, in the order of preference.
+# File names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
-#: Arguments that a scheduler class needs in `from_config` with the config of another scheduler.
+#: Further arguments of `CLASS.from_config(config)`, by class, if the config is that of another
+#: scheduler class. Hints of errors show them.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
@@ -107,13 +108,14 @@ def read_index(folder: Path, requested_family: str | None) -> tuple[JsonFile, st
     if requested_family in families:
         return index, requested_family
     raise RequestError(
-        f"{index.label} names a {name}, which `family` {short_repr(requested_family)} does not run",
+        f"{index.label} names the pipeline {name}, which `family` {short_repr(requested_family)} "
+        "does not run",
         f"`family` {' or '.join(families)}",
     )
 
 
 class Configs:
-    """Configs of a checkpoint's components, which the constructor checks against a spec."""
+    """Configs of a checkpoint's components. The constructor checks them against a family's spec."""
 
     def __init__(
         self, index: JsonFile, spec: FamilySpec, folder: Path, model: ModelConfig, *, is_local: bool
@@ -163,22 +165,29 @@ class Configs:
             for path in sorted(folders[part].path.glob("*_config.json")):
                 _read_checked(folders[part], path.name)
 
-    def _find_scheduler(self, proven: Sequence[str]) -> str:
-        """Return the class name of the scheduler, which must be one of `proven`."""
+    def _find_scheduler(self, tested: Sequence[str]) -> str:
+        """Return the class name of the scheduler.
+
+        Args:
+            tested: Classes of schedulers that svdpp's tests cover for the family.
+
+        Raises:
+            ModelError: The scheduler is of another class.
+        """
         name = _entry(self.index, "scheduler")[1]
-        if name in proven:
+        if name in tested:
             return str(name)
         others = _families_of(self.index.values["_class_name"])
         fitting = [each for each in others if name in FAMILY_SPECS[each].schedulers]
-        first = proven[0]
+        first = tested[0]
         raise self.index.error(
-            f"the scheduler {short_repr(name)} is not supported: this family's steps are "
-            f"proven with {' and '.join(proven)}",
+            f"the scheduler {short_repr(name)} is not supported: svdpp's tests cover this family "
+            f"only with {' and '.join(tested)}",
             f"`family` {fitting[0]}"
             if fitting
             else f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
             f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
-            details={"scheduler": name, "supported": list(proven)},
+            details={"scheduler": name, "supported": list(tested)},
         )
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
@@ -193,7 +202,7 @@ class Configs:
 
 
 def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = False) -> JsonFile:
-    """Read a config of a component, and check that it asks for no code and no excessive size."""
+    """Read a component's config, and check that it loads no code and that no size is too large."""
     config = component.read_json(name)
     for place, key, value in _entries_of(config.values):
         if key == QUANTISATION_KEY and value is not None:
@@ -237,7 +246,7 @@ def _families_of(pipeline: str) -> list[str]:
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
-    """Return the class name of each component in the index, after a check that it is allowed."""
+    """Return the class name of each component in the index, after checking that it is allowed."""
     classes, patterns = {}, {**_CLASSES, **spec.component_classes}
     for part in sorted(spec.components):
         library, name = _entry(index, part)
@@ -262,7 +271,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return the library and the class of a component; the class of a missing component is None."""
+    """Return library and class of a component in the index; class None: there is no component."""
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]
@@ -282,8 +291,9 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
     """Check that a modular index names only blocks that are in `ModularSpec.blocks`.
 
-    An index need not name its blocks. It may have entries only for guiders in `own_guiders` of the
-    spec; svdpp runs all other guiders as diffusers creates them, without an entry.
+    An index need not name its blocks. Of guiders, it may have entries only for those in
+    `own_guiders` of the spec. All other guiders must be those that diffusers creates without an
+    entry.
 
     Raises:
         ModelError: The index names other blocks, or has an entry for another guider.
@@ -302,8 +312,8 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
     if name is None or name in spec.modular.blocks:
         return
     raise index.error(
-        f"the blocks {short_repr(name)} are not supported: this family is proven with "
-        f"{' and '.join(spec.modular.blocks)}",
+        f"the blocks {short_repr(name)} are not supported: svdpp's tests cover this family only "
+        f"with {' and '.join(spec.modular.blocks)}",
         UNSUPPORTED_HINT,
         details={"blocks": short_repr(name), "supported": list(spec.modular.blocks)},
     )

@@ -32,7 +32,7 @@ from svdpp.plan.costs import CostModel, PartFlops
 
 
 class DummyUNet(nn.Module):
-    """Network of two Conv3d layers with a residual, with equal weights in every process."""
+    """Network of two Conv3d layers and a residual connection. Every process has equal weights."""
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class DummyUNet(nn.Module):
 class DummyModel:
     """Dummy model with the interface of `EngineModel`: it encodes a seed and decodes black frames.
 
-    With `costs`, each encode, step and decode lasts at least as long as the costs of `rank` say,
-    so that a CPU can imitate a slower device.
+    With `costs`, each encode, step and decode takes at least the seconds that `costs` has for
+    `rank`. So a CPU can imitate a slower device.
     """
 
     spec: LatentSpec
@@ -81,7 +81,7 @@ class DummyModel:
         self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
-        """Return a model with the same network, for other numbers of steps and frames."""
+        """Return a dummy model with equal weights for another number of steps and frames."""
         batch, channels, _, *size = self.spec.shape
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
@@ -91,7 +91,7 @@ class DummyModel:
         return self.spec
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG002
-        """Return shape and dtype of the one tensor that a packet must have, by name."""
+        """Return shape and dtype of the latent, the only tensor in a packet, by tensor name."""
         return {LATENTS: (self.spec.shape, self._dtype)}
 
     def prepare(self, source: ModelInput) -> Tensors:  # noqa: ARG002
@@ -136,8 +136,9 @@ class DummyModel:
             start: First step.
             end: Step before which the range ends.
             after_step: Callback that gets each step's index and its latent.
-            partner: Second rank of a pair. Each rank computes half of the latent's elements, in
-                half of the time. None: this rank computes all elements.
+            partner: Second rank of a pair. Each rank contributes half of the latent's elements, and
+                a step takes half of the seconds in `costs`. None: this rank contributes all
+                elements.
 
         Returns:
             Packet after these steps.
@@ -159,9 +160,10 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a step; return, by name, the half of the latent that this rank of a pair computes.
+        """Run a step; return, by tensor name, the half of the latent that this rank contributes.
 
-        If the number of elements is odd, both halves contain the middle element.
+        If the number of elements is odd, both halves contain the middle element. The half is also
+        stored in `own`.
         """
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
@@ -198,8 +200,8 @@ class DummyModel:
         """Return shape and dtype of the frames that another rank decodes, by tensor name.
 
         Args:
-            own: Frames of another part.
-            part: Range of frames.
+            own: Frames that this rank has decoded.
+            part: Range of frames that the other rank decodes.
         """
         frames = own[FRAMES]
         return {FRAMES: ((part.end - part.first, *frames.shape[1:]), frames.dtype)}
@@ -217,7 +219,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep at the end of the `with` block until the block has lasted `share` of `seconds`."""
+        """Sleep after the `with` block until it has taken `share` times the seconds in `costs`."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -1,7 +1,7 @@
 """Files of a model: JSON configs, names and headers of weight files; imports no torch.
 
-All files are untrusted. Errors of the libraries become a `ModelError` without access tokens, and
-without URLs, which may contain tokens. `models.checkpoint` adds the model's name.
+All files are untrusted. Errors of the libraries become a `ModelError`. Its message has no access
+tokens, and no URLs, which may contain tokens. `models.checkpoint` adds the model's name.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from svdpp.errors import ModelError, first_line, is_out_of_memory, redact
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint of errors about quantised weights.
 QUANTISED_HINT = (
-    "use the checkpoint that it was made from; of many families the denoiser may be quantised: "
-    "`denoisers` FILE.gguf"
+    "use the checkpoint that it was made from; many families also take a quantised denoiser from "
+    "a GGUF file: `denoisers` FILE.gguf"
 )
 #: Hint of errors about a name that is neither a folder nor a model on the hub.
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
@@ -51,7 +51,7 @@ def short_repr(value: object) -> str:
 
 
 def display_name(name: str) -> str:
-    """Return a model's name for messages: short, on one line, without home folder or tokens."""
+    """Return a model's or file's name for messages: short, one line, no home folder or tokens."""
     return short_repr(redact(name))
 
 
@@ -148,14 +148,15 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that the value at `key`, or each element of a list, is false or missing.
+        """Check that the value at `key` is false or missing. A list may have only false elements.
 
         Args:
             key: Key of the object.
             reason: Effect of the key, as a clause such as "draws noise".
 
         Raises:
-            ModelError: The value, or an element of it, is neither false nor missing.
+            ModelError: The value, or an element of the list, is true in Python's sense, such as
+                `true`, 1 or a text.
         """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
@@ -225,7 +226,9 @@ class ComponentFolder:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def label(self, name: str) -> str:
-        """Return the name of a file in messages: its path, and the name of another repository.
+        """Return the name of a file in messages, such as `vae/config.json`.
+
+        If the file is in another repository, `of OWNER/NAME` follows.
 
         Args:
             name: Name of a file of the component.
@@ -304,7 +307,7 @@ def weight_names(part: str, variant: str | None) -> WeightNames:
 
 
 def weights_pattern(component: ComponentFolder) -> str:
-    """Return a short pattern that all weight files of a component match, for a command."""
+    """Return a short pattern of a component's weight files, for `hf download --include`."""
     if component.subfolder:
         return component.path_in_root("*")
     return f"{_weight_stem(component.part)}*.safetensors*"
@@ -410,7 +413,7 @@ def fingerprint(files: Mapping[str, Path]) -> str:
 
     This reads a few hundred KB instead of several GB. The result differs for models that were
     trained differently, because training changes every number. Only `Checkpoint.file_hashes`
-    detects any change.
+    detects every change.
 
     Args:
         files: Weight files by name. The name, such as `vae/model.safetensors`, is hashed, too.

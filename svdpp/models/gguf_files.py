@@ -23,11 +23,11 @@ from svdpp.models.files import display_name, short_repr
 
 
 class TensorType(NamedTuple):
-    """Data type of a tensor in a GGUF file, which stores numbers in blocks of equal size."""
+    """Data type of a tensor in a GGUF file. Numbers are stored in blocks, all of one size."""
 
     name: str
     numbers: int
-    """Number of values in a block; the last axis of a tensor must be a multiple of this number."""
+    """Number of values in a block. It must divide the last axis of a tensor."""
     size: int
     """Size of a block in bytes."""
 
@@ -67,12 +67,12 @@ class GgufTensor(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether the tensor is quantised; diffusers then dequantises it in each call."""
+        """Whether diffusers treats the tensor (even BF16) as quantised: dequantises it at use."""
         return self.type.name not in ("F32", "F16")
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor's bytes, in which the last axis counts the bytes of whole blocks."""
+        """Shape of the tensor's data as uint8: the last axis counts bytes instead of numbers."""
         return (*self.shape[:-1], self.shape[-1] // self.type.numbers * self.type.size)
 
     @property
@@ -218,7 +218,10 @@ def _skip_values(reader: _Reader, count: int) -> int:
 
 
 def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
-    """Read the header's next tensor entry; return the name, type and shape, and offset in bytes."""
+    """Read the header's next tensor entry; return the name, type and shape, and offset in bytes.
+
+    The offset counts from the beginning of the tensors' data.
+    """
     name = reader.text("the name of a tensor")
     num_dims = reader.bounded(f"the number of axes of {short_repr(name)}", _MAX_DIMS, 4)
     dims = struct.unpack(f"<{num_dims}Q", reader.take(8 * num_dims))
@@ -283,9 +286,9 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
 
     Raises:
         RequestError: diffusers loads no GGUF files for the family, the model is quantised by
-            TorchAO, the package gguf is not installed, a file names no expert, a needless expert or
-            the expert of another file, or an environment variable would make diffusers run code
-            from the hub.
+            TorchAO, or the package gguf is not installed. Or a file names no expert of a model with
+            two, an expert of a model with one denoiser, or the same expert as another file. Or an
+            environment variable would make diffusers run code from the hub.
     """
     if not model.denoisers:
         return

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-#: Seconds since the last change of a file, below which the hash is not cached: the file may change
-#: again without a new time stamp.
+#: Age in seconds that a file's last change must have before its hash is cached. A younger file may
+#: change again without getting a new time stamp.
 SETTLED_SECONDS = 2.0
 _THREADS = 4
 _MAX_ENTRIES = 10_000
@@ -64,8 +64,7 @@ def file_sha256(path: Path) -> str:
     if _state(path) == state and _is_settled(state):
         with _lock:
             entries = _entries()
-            # Moves the entry to the end: when the cache is full, entries are dropped from its
-            # start.
+            # Move the entry to the end, because a full cache drops entries at its start.
             entries.pop(key, None)
             entries[key] = state, digest
             _write(entries)
@@ -105,7 +104,7 @@ def _write(entries: dict[str, tuple[list[int], str]]) -> None:
     for key in list(entries)[:-_MAX_ENTRIES]:
         del entries[key]
     path = _cache_path()
-    with suppress(OSError):  # without a cache file, hashes are only slower
+    with suppress(OSError):  # without a cache file, files are only hashed again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".sha256-")
         try:

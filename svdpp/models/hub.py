@@ -162,8 +162,8 @@ def hub_errors(
     Args:
         model: Model that the block downloads.
         missing: Names of the components whose weights the block downloads, for the message.
-        patterns: Patterns of the files that the block downloads, for the hint. Without weights,
-            these are a few megabytes; a whole model can have 126 GB.
+        patterns: Patterns of the files that the block downloads. The hint's `hf download` gets only
+            these files, because a whole model can have 126 GB.
 
     Raises:
         ModelError: A download failed.

@@ -24,10 +24,10 @@ from svdpp.models.files import display_name, read_safetensors_header, short_repr
 # File name that diffusers gives to LoRAs, used if only a folder or a repository is named.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
-#: Number of LoRAs of earlier clips that a rank keeps loaded for each denoiser. The number is small,
-#: because a LoRA takes 1 to 5 % of the denoiser's memory, and above two, because requests of
-#: several users alternate. A loaded LoRA that is not active does not slow down steps and changes no
-#: bits.
+#: Number of LoRAs of clips that a rank keeps loaded for each denoiser, including those of the
+#: current clip. The number is small, because a LoRA takes 1 to 5 % of the denoiser's memory. It is
+#: above two, because requests of several users alternate. A loaded LoRA that is not active neither
+#: slows down steps nor changes bits.
 CLIP_LORAS_KEPT = 4
 
 #: Key of the metadata of a safetensors file under which diffusers writes the adapter's config.
@@ -43,14 +43,15 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #   blocks.0.norm3.diff                               ignored: diffusers does not load such tensors
 #   any other tensor that fits no weight              the file is refused by the rank that loads it
 
-#: Tensor names of adapters that are not plain LoRAs (products of two matrices), such as DoRA.
+#: Tensor names of other adapters than plain LoRAs, such as DoRA. A plain LoRA has two factors for
+#: each weight, whose product is added to the weight.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
 #: Tensor names of parts that a model may lack: text encoders, and layers for an image embedding.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Tensor names of changes to normalisation layers, and of changes to a bias whose weight does not
-#: change. diffusers removes both kinds from LoRAs for Wan
-#: (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Tensor names of changes to normalisation layers, and of changes to the time projection. diffusers
+#: removes the former from LoRAs for Wan. It removes the latter if only the bias changes, and not
+#: the weight (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.
@@ -66,8 +67,7 @@ class LoraFile:
     hub)."""
     path: Path
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Number of the file's tensors that fit no weight of the model and are ignored, by model
-    part."""
+    """Number of ignored tensors by the model part that they would change, such as `k_img`."""
 
     def with_weight(self, weight: float) -> LoraFile:
         """Return a copy of this LoRA with another weight."""
@@ -96,7 +96,8 @@ class LoraFile:
         total = sum(self.ignored.values())
         noun = "tensor is" if total == 1 else "tensors are"
         return (
-            f"{display_name(self.path.name)}: {total} {noun} ignored, as the model has no {parts}"
+            f"{display_name(self.path.name)}: {total} {noun} ignored, because the model has no "
+            f"place for: {parts}"
         )
 
 
@@ -141,9 +142,9 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
         Number of ignored tensors, by model part.
 
     Raises:
-        ModelError: The file has a tensor of an adapter that is not a LoRA, only one of two factors,
-            or two factors with shapes that do not fit. Or all tensors are for parts that the model
-            lacks, or the adapter's config sets dropout.
+        ModelError: The file has a tensor of an adapter that is not a LoRA, only one factor of a
+            pair, or a pair of factors whose shapes do not fit together. Or all tensors are for
+            parts that the model lacks. Or the adapter's config sets dropout.
     """
     header, entries = read_safetensors_header(path)
     _check_dropout(json.loads(header).get("__metadata__", {}))
@@ -198,8 +199,8 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
                     details={"missing": partner, "tensor": name},
                 )
             first, second = (name, partner) if own == down else (partner, name)
-            # The first factor has (rank, in) and the second has (out, rank) values: both ranks must
-            # be equal.
+            # The first factor has the shape (r, in), and the second (out, r), with the same r (the
+            # rank of the LoRA).
             if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:
                 raise ModelError(
                     f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit: "
@@ -225,9 +226,9 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: The family loads no LoRAs, the model is quantised by TorchAO, peft is not
-            installed, or a LoRA names no expert although the model has two, or an expert although
-            the model has one denoiser.
+        RequestError: The family loads no LoRAs, the model is quantised by TorchAO, or peft is not
+            installed. Or a LoRA names an expert of a model with one denoiser, or no expert of a
+            model with two.
     """
     if not loras:
         return
@@ -246,11 +247,11 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return one LoRA for each safetensors file of a folder; one for each expert if there are two.
+    """Return a LoRA for each safetensors file of a folder; with two experts, two for each file.
 
     Args:
         folder: Folder, whose subfolders are not searched.
-        num_experts: Number of denoisers of the model. Each expert can load each file.
+        num_experts: Number of denoisers of the model. Each of two experts can load each file.
 
     Raises:
         RequestError: The path is not a folder, or the folder has no safetensors file.
@@ -296,10 +297,10 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Return the largest size in bytes of the LoRA files that a rank keeps loaded for one denoiser.
+    """Return the most bytes of LoRA files that a rank can keep loaded for one denoiser.
 
-    The sum includes all LoRAs of the model, and the `CLIP_LORAS_KEPT` largest LoRAs of clips. If
-    the model has two experts, the result is the larger of their two sums.
+    That is the sum of all LoRAs of the model, and of the `CLIP_LORAS_KEPT` largest LoRAs of clips.
+    For a model with two experts, it is the larger of their two sums.
 
     Raises:
         ModelError: A file is missing or damaged.

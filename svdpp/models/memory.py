@@ -1,8 +1,8 @@
 """Estimate of a model's memory and FLOPs from the configs of a checkpoint, without weights.
 
-The real code of encode, steps and decode runs, with components made of fake tensors, which have a
-shape but no data. The pipeline itself gets zeros in the shapes of the components' results.
-Meanwhile the bytes of created and freed storages, or the FLOPs of operations, are counted.
+The real code of encode, steps and decode runs. Weights of the components are fake tensors, which
+have a shape but no data. In place of a component's result, the pipeline gets zeros of the same
+shape. During the run, the bytes of all storages, or the FLOPs of operations, are counted.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def estimate(
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
-        device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
-        num_threads: Number of intra-op threads of a rank on a CPU, on which the choice of kernels
-            depends.
+        device: `cpu`, or a CUDA device. Temporary memory of kernels is counted only for `cpu`.
+        num_threads: Number of intra-op threads of a rank on a CPU. torch may choose other kernels
+            for one thread than for several.
 
     Returns:
         Bytes of weights and peak bytes of activations, for encode, steps and decode.
@@ -107,11 +107,12 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
 
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
-    """Count the FLOPs of a clip's encode, of one step, and of the decode, which takes seconds.
+    """Count the FLOPs of a clip's encode, of one step, and of the decode.
 
-    The model's real code runs on fake tensors, and torch's formulas give the FLOPs of each
-    operation: 2 for each multiply-add of a matrix product, convolution or attention, 0 for all
-    other operations. As in `estimate`, other threads can compute meanwhile.
+    The model's real code runs on fake tensors for some seconds, and torch's formulas give the FLOPs
+    of each operation: 2 for each multiply-add of a matrix product, convolution or attention, 0 for
+    all other operations. The FLOPs of one step are the mean of the steps that run. As in
+    `estimate`, other threads can compute meanwhile.
 
     Args:
         checkpoint: Checked checkpoint; only its configs are read.
@@ -169,14 +170,15 @@ class FlopCounter(TorchDispatchMode):
 
 
 class _ConstructionMode(TorchFunctionMode):
-    """Default dtype of this thread only, for the construction of modules from fake tensors.
+    """Mode that sets a default dtype in this thread only, while modules get fake weights.
 
     `torch.set_default_dtype` would change the default dtype of all threads. Instead, this mode
-    converts results in torch's default dtype, unless the call names a dtype or an argument already
-    has the default dtype. So it converts new tensors, and quotients of integers.
+    converts results that have torch's default dtype, such as new tensors and quotients of integers.
+    It does not convert a result if the call names a dtype, or if an argument already has the
+    default dtype.
 
-    A condition on the values of fake weights, which have no data, counts as false. Constructors
-    have such conditions only to decide whether initial weights are drawn again.
+    Fake weights have no data, so a condition on their values counts as false. Constructors have
+    such conditions only to decide whether initial weights are drawn again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -206,7 +208,7 @@ class _ConstructionMode(TorchFunctionMode):
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
     """Return all parameters and buffers of a module, except those of the submodules `without`.
 
-    A weight that TorchAO has quantised is several tensors.
+    A weight that TorchAO has quantised counts as its several inner tensors.
     """
     named = chain(module.named_parameters(), module.named_buffers())
     weights: list[torch.Tensor] = []
@@ -311,8 +313,8 @@ class FakeModel:
     def num_steps(self) -> int:
         """Number of steps to measure; usually two, because the second step needs more memory.
 
-        Two cases measure all steps: two experts of which one may have quantised layers, and modular
-        pipelines, whose decode needs the packet after the last step.
+        All steps are measured in two cases: for a model with two experts if a denoiser is
+        quantised, and for a modular pipeline, whose decode needs the packet after the last step.
         """
         steps = self._sampling.num_inference_steps
         are_quantised = self._files or self._checkpoint.int8_denoisers
@@ -331,7 +333,10 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps; return the packet, and the memory with the larger expert."""
+        """Run `num_steps` steps; return the packet, and the memory of a rank's steps.
+
+        If the model has two experts, the memory is that of a rank with the larger one.
+        """
         roles = Roles(encode=False, denoise=True, decode=False)
         steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
         result, memory = self._measured(roles, packet, steps)
@@ -358,7 +363,13 @@ class FakeModel:
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Run `work` on a rank with the given roles; return its result and the rank's memory."""
+        """Run `work`, and return its result and the memory of a rank with the given roles.
+
+        Args:
+            roles: Roles of the rank, which determine the components that count.
+            received: Packet or prepared image that the rank has before `work`, and that counts.
+            work: Function that runs the encode, steps or the decode.
+        """
         weights_of = {
             part: _weights(
                 module, load.unused_submodules(self._checkpoint, part, roles, self._sampling)
@@ -403,7 +414,7 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Return peak bytes, FLOPs, and result (on the meta device) of a call on fake tensors."""
+        """Call a method on fake tensors; return peak bytes, FLOPs, and the result on meta."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
@@ -447,8 +458,8 @@ class _RepeatedTiles:
     A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds of
     calls. Wan calls its encoder or decoder once for each frame of a tile's latent, with a cache
     that is new for each tile. From the third frame on, all calls of a tile take the same memory.
-    So a call is measured only if no earlier call had an input of the same shape and the same number
-    within its tile (0, 1, or 2 for all further calls).
+    So calls differ only in the shape of their input, and in their number within the tile: 0, 1, or
+    2 for all further calls. Of equal calls, only the first is measured.
 
     Args:
         forward: The module's own `forward`.
@@ -462,14 +473,15 @@ class _RepeatedTiles:
         self, forward: Callable[..., torch.Tensor], tracker: MemoryTracker, counter: FlopCounter
     ) -> None:
         self._forward, self._tracker, self._counter = forward, tracker, counter
-        # Measurements by shape of the input and number of the call: peak bytes without the results
-        # of the tile's earlier calls, FLOPs, and shape and dtype of the result.
+        # Measurements by shape of the input and number of the call: peak bytes above `_base`,
+        # FLOPs, and shape and dtype of the result. `_base` is the number of bytes before the tile,
+        # plus the bytes of the results of the tile's earlier calls.
         self._known: dict[Any, tuple[int, int, torch.Size, torch.dtype]] = {}
         self._cache: Any = None
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run the module, or return an empty tensor of the shape that an earlier call returned."""
+        """Measure a call if no equal call was measured; return an empty tensor as its result."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile
@@ -497,7 +509,7 @@ class _RepeatedTiles:
 
 
 def _zeros_on(device: str, value: Any) -> Any:
-    """Return zeros on a device for a tensor, a plain value itself, and None for other objects."""
+    """Return zeros on a device for a tensor, plain values unchanged, and None for other objects."""
     if isinstance(value, torch.Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=device)
     return value if isinstance(value, (bool, int, float, str)) else None

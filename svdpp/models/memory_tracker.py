@@ -20,7 +20,8 @@ from svdpp.models.engine.records import tensors_in
 class MemoryTracker(TorchDispatchMode):
     """Tracker of the bytes of all tensors (real or fake) that exist during a `with` block.
 
-    `current` is the sum of all storages in bytes, and `peak` the highest sum so far.
+    `current` is the number of bytes of all present storages. `peak` is the highest number so far,
+    including temporary bytes of convolutions.
 
     Args:
         known: Tensors that exist before the block.
@@ -43,8 +44,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Helios factorises a matrix that would be singular without rounding errors. The check of
-        # the result may fail on this CPU although it passes on the ranks' devices.
+        # The model Helios factorises a matrix that only rounding errors keep from being singular.
+        # The check of the result may fail on this CPU and pass on the ranks' devices.
         if func is torch.ops.aten._linalg_check_errors.default:
             return None
         result = None
@@ -77,8 +78,8 @@ class MemoryTracker(TorchDispatchMode):
         self._storages[key] = weakref.ref(storage, forget)
 
 
-# Fake tensors have no data. Where a result depends on data, the largest possible result is assumed:
-# a mask selects all elements, a condition is true, and a length exceeds the length of any tensor.
+# Fake tensors have no data. If a result depends on data, the largest possible result is assumed: a
+# mask selects all elements, a condition is true, and an integer has the largest value of int32.
 
 
 def _index(tensor: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -125,8 +126,9 @@ def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
     `torch._C._select_conv_backend` assumes the number of threads of this process. The number
-    matters if height and width of the weight are 1 (`use_mkldnn` in ATen/native/Convolution.cpp):
-    with one thread, torch then uses oneDNN only for 16 or more images, a stride, or a dilation.
+    matters only if height and width of the weight are 1. With one thread, torch then uses oneDNN
+    only for 16 or more images, a stride, or a dilation (`use_mkldnn` in
+    ATen/native/Convolution.cpp).
 
     Args:
         args: Arguments of `aten.convolution`.
@@ -141,8 +143,8 @@ def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     if depends_on_threads and num_threads == 1:
         return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
     if depends_on_threads:
-        # With a dilation, torch selects the same kernel as for several threads, even if this
-        # process has one thread. A weight of width 1 has the same result with any dilation.
+        # Ask torch for a convolution with a dilation: then it selects the kernel for several
+        # threads, even if this process has one. The dilation does not matter for a width of 1.
         dilation = [*dilation[:-1], 2]
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)

@@ -1,7 +1,7 @@
 """Search for a checkpoint's components, also in other repositories of the hub; imports no torch.
 
 The index of a modular pipeline has an entry of three elements for each component: library, class,
-and place of the component. The place is untrusted.
+and place. The place names a repository, a subfolder, a revision and a variant, and is untrusted.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ def find_component_folders(
 ) -> tuple[ComponentFolder, ...]:
     """Find the components for which a modular index names a place, and download their configs.
 
-    As in diffusers, a component of a local folder is in this folder if the folder has its files;
-    otherwise, and for all hub models, the component is in the repository that the entry names.
+    The rules are those of diffusers. If the model is a local folder that has the component's files,
+    these files are used. Otherwise, and for all hub models, the files in the repository that the
+    entry names are used.
 
     Args:
         index: Index of the checkpoint.
@@ -58,8 +59,8 @@ def find_component_folders(
         is_local: Whether the model is a local folder, and not a hub model.
 
     Returns:
-        Folder of each component that is not in the subfolder of its name in `folder`, or whose
-        entry names a variant.
+        Folders of the components that are elsewhere than in `folder/NAME`, and of those whose entry
+        names a variant.
 
     Raises:
         ModelError: An entry names no valid place, or the repository cannot be downloaded.
@@ -88,7 +89,7 @@ def find_component_folders(
 
 
 def download_missing_weights(model: ModelConfig, components: Iterable[ComponentFolder]) -> None:
-    """Download the weights of a hub model's components, and of those in other repositories.
+    """Download the weights of components from the model's own and from other repositories.
 
     Args:
         model: Model of the checkpoint. For a hub model, its revision is the commit of the snapshot.
@@ -110,18 +111,18 @@ def download_missing_weights(model: ModelConfig, components: Iterable[ComponentF
 
 
 def component_revisions(components: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the commits of components, in the form of `ModelConfig.component_revisions`.
+    """Return pairs of a component's name and commit, as in `ModelConfig.component_revisions`.
 
     Args:
-        components: OWNER/NAME@COMMIT of components in other repositories, by name of the component,
-            as in `Checkpoint.external_components`.
+        components: `OWNER/NAME@COMMIT` by name of the component, as in
+            `Checkpoint.external_components`.
     """
     return tuple((part, place.rpartition("@")[2]) for part, place in components.items())
 
 
 @contextmanager
 def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
-    """Add the name of another repository, and of its components, to errors about a download."""
+    """Add the names of a repository and its components to a ModelError of the `with` block."""
     try:
         yield
     except ModelError as error:
@@ -137,10 +138,10 @@ def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
 def _find_source(
     index: JsonFile, part: str, folder: Path, model: ModelConfig, *, is_local: bool
 ) -> _Source | None:
-    """Return the place of a component that a modular index names.
+    """Return the place that a modular index names for a component.
 
-    The result is None if the place is the subfolder of the component's name in `folder`, and the
-    index names no variant.
+    The result is None if the component is in the usual folder, `folder/NAME`, and the index names
+    no variant.
     """
     entry = index.values.get(part)
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):
@@ -181,14 +182,15 @@ def _is_own(
     Args:
         index: Index of the checkpoint.
         part: Name of the component.
-        repository: Value that the index names as the component's repository; None: no value.
+        repository: Repository in the component's entry, untrusted; None: the entry has none.
         revision: Revision that the index names; None: no revision.
         folder: Folder that has the component's files if the component is in the checkpoint.
         model: Model of the checkpoint.
         is_local: Whether the model is a local folder.
 
     Raises:
-        ModelError: The component is neither in the checkpoint nor in a repository of the hub.
+        ModelError: The component is neither in the checkpoint nor in a repository of the hub. Or
+            the working directory has a folder with the name of the repository.
     """
     if repository is None or (is_local and _has_files(folder, part)):
         return True
@@ -205,7 +207,8 @@ def _is_own(
             "run the command in another directory",
             details={"component": part, "repository": repository},
         )
-    # `save_pretrained` writes the path to which it saves. The folder may have been moved since.
+    # `save_pretrained` writes the path of its output folder into the index. If the folder has been
+    # moved since, the path is wrong, but the folder still has the component.
     if folder.is_dir():
         return True
     raise index.error(
@@ -238,7 +241,7 @@ def _text(
     is_text = isinstance(value, str) and re.fullmatch(pattern, value) is not None
     if not is_text or ".." in value:
         raise index.error(
-            f"the {key} of the {part} is {short_repr(value)}, which svdpp does not follow",
+            f"the {key} of the {part} is {short_repr(value)}, which svdpp does not accept",
             UNSUPPORTED_HINT,
             details={"component": part, key: short_repr(value)},
         )
@@ -246,7 +249,8 @@ def _text(
 
 
 _HUB_ID = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
-#: Patterns of an entry's texts, none of which leads out of a repository; `..` is refused as well.
+#: Patterns of the allowed subfolders, revisions and variants. Values with `..` are refused, too, so
+#: that no value leads out of a repository.
 _SUBFOLDER = r"([A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*)?"
 _REVISION = r"[A-Za-z0-9_][\w./-]{0,199}"
 _VARIANT = r"[A-Za-z0-9_][\w.-]{0,49}"

@@ -19,10 +19,11 @@ from svdpp.models.files import QUANTISED_HINT, JsonFile, read_safetensors_header
 QUANTISATION_KEY = "quantization_config"
 #: Reasons why svdpp does not run denoisers that are quantised by other methods, by `quant_method`.
 _REASONS = {
-    "bitsandbytes": "diffusers loads them on GPUs alone, where no test compares the cuts",
+    "bitsandbytes": "diffusers loads them only on GPUs, where no test compares clips of several "
+    "ranks with those of one rank",
     "quanto": "diffusers has deprecated this method",
 }
-_NOT_COMPARED = "no test compares the cuts"
+_NOT_COMPARED = "no test compares their clips of several ranks with those of one rank"
 
 # --- config ---------------------------------------------------------------------------------------
 
@@ -48,7 +49,7 @@ _QUANT_TYPES = [
 def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser: bool) -> None:
     """Check that the weights of a component are quantised in the one way that svdpp runs.
 
-    That is int8 by TorchAO, weight only, with one scale for each row, in a denoiser.
+    That way is int8 by TorchAO, of weights only, with one scale for each row, in a denoiser.
 
     Args:
         config: Config of the component.
@@ -68,8 +69,8 @@ def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser:
             return
         kind = short_repr(values.get("quant_type"))
         raise config.error(
-            f"of denoisers quantised by TorchAO, svdpp runs only those of TorchAoConfig({_KIND}())"
-            f", not those of {kind}: {_NOT_COMPARED}",
+            f"svdpp runs denoisers quantised by TorchAO with TorchAoConfig({_KIND}()), but not "
+            f"with {kind}: {_NOT_COMPARED}",
             QUANTISED_HINT,
             details={**details, "quant_type": kind},
         )
@@ -78,7 +79,7 @@ def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser:
     if may_be_quantised:
         reason = _REASONS.get(str(method), _NOT_COMPARED)
     raise config.error(
-        f"the key {short_repr(place)} is not supported: svdpp runs no weights that are "
+        f"the key {short_repr(place)} is not supported, because svdpp runs no weights that are "
         f"quantised{by}: {reason}",
         QUANTISED_HINT,
         details=details,
@@ -114,19 +115,20 @@ def check_torchao(model_label: str, parts: Iterable[str]) -> None:
 
 # --- headers of weight files ----------------------------------------------------------------------
 
-#: Dtypes in which a quantised layer computes: names in the metadata, and of `ModelConfig.dtype`.
+#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by their names in
+#: the metadata.
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Names of the same dtypes in safetensors files.
 _FLOATS = ("F32", "F16", "BF16")
-#: Description of a tensor that is not quantised.
+#: Metadata of a tensor that is not quantised.
 _PLAIN = {"_type": "Tensor"}
 
 
 def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
-    """Check the headers of a denoiser that TorchAO has quantised, and the dtype of its layers.
+    """Check the weight files of a denoiser that TorchAO has quantised, and its layers' dtype.
 
-    diffusers leaves the dtype of quantised layers as it was when they were quantised. If another
-    one is requested, the layers of the denoiser would not all have the same dtype.
+    Quantised layers compute in the dtype that they had when they were quantised. With another
+    requested dtype, the other layers of the denoiser would compute in that one.
 
     Args:
         part: Name of the denoiser.
@@ -134,9 +136,9 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
         dtype: Requested dtype, such as bf16.
 
     Raises:
-        ModelError: torchao did not save a file in this format, a tensor is missing or not listed,
-            or a weight is quantised in another way than svdpp runs.
-        RequestError: The layers compute in another dtype.
+        ModelError: torchao did not save a file in this format, a tensor is missing or not listed
+            in the metadata, or a weight is quantised in another way than svdpp runs.
+        RequestError: The quantised layers compute in another dtype than `dtype`.
     """
     entries: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
@@ -166,7 +168,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
 
 
 def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
-    """Return the value of a key of the metadata, which is JSON."""
+    """Parse the JSON at a key of the metadata, and check that the value is of type `kind`."""
     try:
         value = json.loads(metadata[key])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -177,9 +179,10 @@ def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
 
 
 def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
-    """Return the dtype in which a quantised layer computes, such as bf16.
+    """Check the tensors of a quantised weight, and remove them from `entries`.
 
-    The tensors of the weight are checked, and removed from `entries`.
+    Returns:
+        Dtype in which the quantised layer computes, such as bf16.
     """
     path, _, weight = name.rpartition(".")
     names = ("qdata", "scale", "zero_point")

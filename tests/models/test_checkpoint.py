@@ -115,8 +115,8 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     ),
     "nested quantisation": (
         config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),
-        "the key 'vision_config.quantization_config' is not supported: svdpp runs no weights that "
-        "are quantised: only denoisers may be quantised, by TorchAO to int8",
+        "the key 'vision_config.quantization_config' is not supported, because svdpp runs no "
+        "weights that are quantised: only denoisers may be quantised, by TorchAO to int8",
     ),
     "an encoder quantised by bitsandbytes": (
         config(CLIP_CONFIG, quantization_config={"quant_method": "bitsandbytes"}),
@@ -126,7 +126,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
         config(CLIP_CONFIG, quantization_config={"quant_method": "torchao"}),
         "svdpp runs no weights that are quantised by 'torchao': only denoisers may be",
     ),
-    "no object": (config(CONFIG, quantization_config=[1]), "quantised: no test compares the cuts"),
+    "no object": (config(CONFIG, quantization_config=[1]), "quantised: no test compares their"),
     "a nested kernel of the hub": (
         config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),
         "the key 'text_config.attn_implementation' is not supported",
@@ -172,9 +172,9 @@ def test_denoisers_that_are_quantised_by_other_methods_are_refused(
     method = method.removesuffix("_4bit").removesuffix("_8bit")
     edit_json(folder / CONFIG, quantization_config={"quant_method": method, "load_in_4bit": True})
     error = error_of(folder)
-    reasons = {"bitsandbytes": "diffusers loads them on GPUs alone", "quanto": "has deprecated"}
+    reasons = {"bitsandbytes": "diffusers loads them only on GPUs", "quanto": "has deprecated"}
     assert f"quantised by '{method}': " in error.message
-    assert reasons.get(method, "no test compares the cuts") in error.message
+    assert reasons.get(method, "no test compares their clips") in error.message
     assert error.details["quant_method"] == repr(method)
     assert error.hint.startswith("use the checkpoint that it was made from")
 
@@ -212,7 +212,10 @@ def test_denoisers_that_torchao_quantised_in_another_way_are_refused(
     config = {"quant_method": "torchao", "quant_type": {"default": kind}, **further}
     edit_json(folder / CONFIG, quantization_config=config)
     error = error_of(folder)
-    assert "svdpp runs only those of TorchAoConfig(Int8WeightOnlyConfig())" in error.message
+    assert (
+        "svdpp runs denoisers quantised by TorchAO with TorchAoConfig(Int8WeightOnlyConfig())"
+        in error.message
+    )
     assert error.details["quant_type"]
 
 

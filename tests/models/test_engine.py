@@ -316,7 +316,12 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
             {"guider": ["diffusers", "SkipLayerGuidance", {"subfolder": "guider"}]},
             "the guider is of class 'SkipLayerGuidance'",
         ),
-        (T2V, INDEX, {"scheduler": ["diffusers", "EulerScheduler"]}, "are proven with"),
+        (
+            T2V,
+            INDEX,
+            {"scheduler": ["diffusers", "EulerScheduler"]},
+            "tests cover this family only with",
+        ),
         (T2V, DENOISER, {"num_layers": 10**6}, "num_layers"),
         (T2V, DENOISER, {"pos_embed_seq_len": 514}, "a first and a last image"),
         (
