@@ -1,4 +1,4 @@
-"""JSON configs of a checkpoint: functions that read and check the index and components' configs.
+"""JSON configs of a checkpoint: reading and checks of the index and of the components' configs.
 
 The configs are untrusted. A checkpoint is refused if it needs code, if it names a class that svdpp
 does not know, or if a size in a config is above its limit.
