@@ -4,7 +4,8 @@ No other module creates a stream, waits for a stream, or reads a tensor on a dev
 the few exceptions with their reasons. Three rules make copies safe while kernels are queued:
 
 - Memory that a side stream fills is allocated in the context of that stream. The caching allocator
-  ties each block to a stream, and queued kernels may still use a free block of another stream.
+  ties each block to a stream. A block that is free for its own stream may still be used by kernels
+  that are queued there, so no other stream may write to it.
 - `record_stream` is called if a second stream uses memory of a side stream.
 - Each thread that copies has one stream for its whole life. If it used a new stream for each
   message, the allocator would cache memory for each of them, and after 32 streams (the size of

@@ -240,7 +240,7 @@ def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
     for name, (check, needed) in _CHECKS.items():
         try:
             if missing := [other for other in needed if other not in passed]:
-                raise _Skipped(f"needs {missing[0]}")
+                raise _Skipped(f"the check {missing[0]!r} has not passed")
             found = check(config, out)
         except _Skipped as reason:
             yield Check(name=name, verdict="skipped", detail=str(reason))
@@ -339,7 +339,7 @@ def _check_transfers(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
-    """Check that a clip of the demo model, with one step on each rank, equals that of diffusers."""
+    """Check that ranks with one step each make a demo clip with the same bits as diffusers."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
@@ -354,7 +354,7 @@ def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
     result = verify(demo, example_requests(demo, 1))
     if (found := result.first_difference) is not None:
         raise VerificationError(
-            f"the bits differ from those of diffusers' whole call: {found}",
+            f"the demo clip has other bits than the clip of diffusers: {found}",
             "report this error with the output of svdpp env",
             details=found.to_json(),
         )

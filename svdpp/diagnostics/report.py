@@ -135,8 +135,8 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
     def more(work: WorkMetrics, theirs: list[WorkMetrics]) -> float:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
-    # For each possible cause: how many seconds of the busiest rank's extra work it explains, kind,
-    # and text.
+    # One tuple for each possible cause: the seconds of the busiest rank's extra work that the cause
+    # explains, its kind, and its text.
     lost, kind, why = max(
         (more(limit.decode, [rank.decode for rank in others]), "decode",
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),

@@ -137,7 +137,7 @@ class RunMetrics:
     bubble: Amount
     """Fraction of the makespan in which a rank does not compute, as the mean of all ranks."""
     write_tail: Amount = 0.0
-    """Seconds from the last action of a rank to the last written clip."""
+    """Seconds from the end of the ranks' last action until the last clip was written."""
     transfer_seconds: Amount = 0.0
     """Mean seconds of one transfer, measured at its receiver."""
     costs: CostModel | None = None
@@ -317,7 +317,7 @@ def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
 
 
 def _whole_clip_seconds(span: Span) -> float:
-    """Return the seconds in which a rank would decode a whole clip, from a DECODE of a part."""
+    """Return the seconds of an action for a whole clip: 4 s, if a DECODE of half of it took 2 s."""
     return (span.end - span.start) / span.action.fraction
 
 

@@ -23,8 +23,8 @@ _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
 # Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
-# Largest time of the first frame, in seconds, that does not count as a delay. Muxers without edit
-# lists leave such a gap for reordered frames.
+# If a file begins at most this many seconds after time 0, this does not count as a delay: muxers
+# without edit lists leave such a gap for reordered frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images. In a file with a real video, a stream with one of these codecs is a cover
 # image.

@@ -20,7 +20,7 @@ class ReferenceSetup:
     requests: tuple[ClipRequest, ...]
     """Requests for the clips, in the order in which the reference makes them."""
     steps: frozenset[int]
-    """Numbers of steps after which the latent is kept."""
+    """Numbers of finished steps at which the latent is kept: 4 keeps that after four steps."""
     folder: Path | None
     """Folder for tensors that are kept; None: no tensors are kept."""
     predictions: bool

@@ -193,7 +193,8 @@ def run_reference(
     Args:
         config: Configuration of the pipelined run. The reference uses one of its devices.
         requests: Clips to make. No files are written for them.
-        steps: Numbers of steps after which the latent is kept.
+        steps: Numbers of finished steps at which the latent is kept, such as 4 to keep the latent
+            after four steps.
         tensor_folder: Existing folder in which latents, frames and sound are kept. None: no tensors
             are kept.
         observers: Callbacks that get (0, event) for each event of the reference's process.

@@ -346,7 +346,10 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet for writing under a clip's key. The packet's tensors must not change."""
+        """Queue a packet for writing under a clip's key.
+
+        The packet's tensors must not change afterwards.
+        """
         self.submit(self._save, key, packet, record_event(self._device))
 
     def _save(self, key: str, packet: Packet, ready: streams.Event) -> None:

@@ -230,8 +230,8 @@ class PipelineStage:
         """Return shape and dtype of the tensors that the packet of an action must have, by name.
 
         The model determines the spec of the latent. All other tensors are results that the encode
-        has recorded, and the packet's structure lists them. All packets of one kind of request must
-        have the same tensors as the first packet of the kind.
+        has recorded, and the packet's tensor `structure` lists them. All packets of the same kind
+        (see `_first_specs`) must have the same tensors as the first of them.
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:

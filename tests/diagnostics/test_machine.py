@@ -71,7 +71,7 @@ def test_a_difference_fails_the_cut_test(tmp_path: Path, monkeypatch: pytest.Mon
     *_, check = machine.run_checks(config, tmp_path)
     assert (check.verdict, check.exit_code) == ("failed", 3)
     assert check.detail.startswith(
-        "the bits differ from those of diffusers' whole call: clip 0, the latent"
+        "the demo clip has other bits than the clip of diffusers: clip 0, the latent"
     )
 
 
