@@ -48,7 +48,7 @@ MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
-    """Console of rich for stdout, which ends the command if the reader of stdout has ended."""
+    """Console of rich for stdout. If a reader such as `head` has ended, it ends the command."""
 
     def on_broken_pipe(self) -> None:
         """End the command, because the reader of stdout has ended; see `RichConsole`.
@@ -249,7 +249,7 @@ class Console:
             self.json({"schema_version": 1, "error": record})
 
     def hint(self, text: str) -> str:
-        """Return a hint without the proposals of options that the command lacks.
+        """Return a hint without proposals that name options which the command lacks.
 
         Args:
             text: Proposals, separated by commas, semicolons or "or".

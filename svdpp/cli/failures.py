@@ -31,8 +31,7 @@ from svdpp.launch.world import find_world, is_secondary_rank, was_launched
 _PYDANTIC = {"Value error, ": "", "Input should be": "must be"}
 # Pattern of errors about options and values for automatic mixed precision, which svdpp lacks.
 _AMP = r"no such option: --(?:amp|autocast)\b|'(?:amp|autocast)' is not one of 'fp32'"
-# Maximum seconds for sending an error to rank 0. Rank 0 may have failed before it listened, with
-# the same error.
+# Timeout in seconds for sending an error to rank 0, which may have failed before it listened.
 _REPORT_SECONDS = 30.0
 
 

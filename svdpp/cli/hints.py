@@ -8,7 +8,7 @@ from collections.abc import Collection
 # Command lines in hints, such as `svdpp plan --layout auto`, which have options of their own.
 _COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
-# Separators of proposals. No separator is the comma in ", which", since the clause belongs to the
+# Separators of proposals. The comma before "which" is not one, because the clause belongs to the
 # proposal before it.
 _BETWEEN = re.compile(r"(; |, or |, and | or |, (?!which ))")
 # Verb that several proposals can share, as in "use --steps 21 or --gpus 3".

@@ -153,7 +153,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
             world_size: Number of ranks.
 
         Raises:
-            RequestError: The number of ranks is too large to forecast.
+            RequestError: The number of ranks is below 1, or too large to forecast.
         """
         check_int("world_size", world_size, 1, MAX_RANKS)
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
@@ -333,7 +333,7 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
         console: Console of the command.
         config: Configuration with the layout.
         num_clips: Number of clips of the forecast.
-        reason: Reason for which `auto` chose this layout; "" if the user gave the layout.
+        reason: Reason why `auto` chose this layout; "" if the user gave the layout.
     """
     layout, data_parallel = config.layout, config.data_parallel().layout
     rows = [

@@ -246,7 +246,7 @@ class _ClipMetadata(BaseModel):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     model: str
     revision: str | None
-    weights_fingerprint: str | None = None  # missing, as other fields, in JSON of svdpp 0.2
+    weights_fingerprint: str | None = None  # svdpp 0.2 did not write this field
     components: dict[str, _ComponentRevision] = Field(default_factory=dict)
     variant: str | None
     lora: list[_LoraMetadata] = Field(default_factory=list)

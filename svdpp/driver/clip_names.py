@@ -125,7 +125,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Give jobs the names from an earlier run that match `wanted`; change `names` and `taken`."""
+    """Reuse the names of an earlier run that match `wanted`: add them to `names` and `taken`."""
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):

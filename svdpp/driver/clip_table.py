@@ -1,4 +1,4 @@
-"""`ClipTable`: the file `clips.jsonl`, with a line for the request and the result of each clip."""
+"""`ClipTable`: the file `clips.jsonl`, with one line for each clip: its request and result."""
 
 from __future__ import annotations
 

@@ -105,8 +105,8 @@ class ClipHandle(Future[ClipResult]):
         """Have the pipeline's thread call `callback` with the handle when `progress` changes.
 
         Args:
-            callback: Function that is quick and raises no exception. If a rank has already begun
-                the clip, it is also called immediately.
+            callback: Function that must be quick and raise no exception. It is also called
+                immediately if a rank has already begun the clip.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -200,8 +200,8 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # Pairs of the request of a recently ended clip, and whether an error ended the clip.
-        # `clean_up` removes partly written and late files of these clips.
+        # (request, whether an error ended the clip) of recently ended clips. `clean_up` removes
+        # partly written and late files of these clips.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
@@ -366,7 +366,7 @@ class ClipTracker:
         """
         handle = self._open.get(clip)
         request = self._cancelled.get(clip) if handle is None else handle.request
-        if request is None:  # the clip had already failed
+        if request is None:  # the clip had already ended
             return
         is_lost = isinstance(outcome, SvdppError)
         if request.output is not None or request.latents_key is not None:
@@ -375,7 +375,7 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        # the request is removed last, because the clip can be cancelled until now
+        # removed last, because `cancel` can add the request until the handle has its outcome
         self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:

@@ -100,8 +100,8 @@ def generate(
         InputError: An image cannot be read.
         ModelError: The model is missing or not supported.
         SvdppError: A clip failed (the error is raised when all other clips are finished), or the
-            run ended with this error. Its attribute `results` has the results of the finished
-            clips.
+            run ended with this error. The error's attribute `results` has the results of the
+            finished clips.
     """
     end_if_importing_script()
     require(

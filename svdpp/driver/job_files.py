@@ -105,7 +105,7 @@ class JobFile:
 
     def _csv_lines(self) -> Iterator[JobLine | SvdppError]:
         text, first = self.text, 0
-        if separator := re.match(r"sep=(.)\r?\n", text):  # Excel's line for the delimiter
+        if separator := re.match(r"sep=(.)\r?\n", text):  # such as `sep=;` of Excel
             text, first = text[separator.end() :], 1
         head = text.lstrip().partition("\n")[0]
         delimiter = max(_DELIMITERS, key=head.count) if separator is None else separator[1]

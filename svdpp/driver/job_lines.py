@@ -94,7 +94,7 @@ class LineReader:
 
     Args:
         defaults: Values for fields that lines do not set.
-        file: Jobs file of the lines, for messages. Relative paths refer to its folder.
+        file: Jobs file of the lines. Messages name it, and relative paths refer to its folder.
     """
 
     def __init__(self, defaults: LineDefaults, file: JobFile) -> None:

@@ -41,8 +41,8 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
-# Number of frames to assume for clips that leave it to the model, whose configs are not read yet
-# when the largest clip of a run is searched for. Published SVD models make 14 or 25 frames.
+# Number of frames to assume for clips that do not set it. The largest clip of a run is searched for
+# before the model's default is read. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
@@ -439,7 +439,7 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
     written now.
 
     Raises:
-        RequestError: The existing clip has other parameters, or was changed by someone.
+        RequestError: The existing clip has other parameters, or its file was changed.
         InputError: The JSON is not a clip's JSON.
     """
     path, json_path = Path(output.path), Path(output.json_path)

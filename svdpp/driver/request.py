@@ -299,7 +299,7 @@ class PipelineRequest:
 
     @property
     def _pair_size(self) -> int:
-        """Number of ranks that share each step: 2 for pairs; 1 if `auto` decides about pairs."""
+        """Number of ranks that share each step: 2 for pairs, else 1. It is 1 for `auto`, too."""
         size = self.parallel.get("cfg_parallel_size", 1)
         return 1 if size == "auto" else int(size)
 
@@ -380,7 +380,7 @@ class PipelineRequest:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks: of the launcher, of the user, or chosen for the devices.
+        """Number of ranks: that of the launcher, that of the user, or a number for the devices.
 
         Raises:
             RequestError: `num_ranks` disagrees with the launcher.
@@ -464,7 +464,7 @@ class PipelineRequest:
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
         """Return the memory of the model's parts (fields of `CostModel`) and of each device in GiB.
 
-        A value that is unknown, or does not matter as on the CPU, is empty.
+        Each of the two is empty if it is unknown, or if it does not matter, as on the CPU.
         """
         if self.memory_gib is not None:
             return {}, self.memory_gib

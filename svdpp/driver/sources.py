@@ -92,7 +92,7 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return the sampling parameters of `parameters`, with defaults for missing ones.
+        """Return the caller's sampling parameters, with defaults for those that are missing.
 
         They are not yet resolved: some fields are None until the model's configs are read.
 
@@ -155,7 +155,7 @@ class SourceReader:
         return {str(name): self._plain(value, index) for name, value in clip.items()}
 
     def _plain(self, value: Any, index: int) -> Any:
-        """Return a value of a dict, with the path as a text in place of an image or a `Path`."""
+        """Convert a value of a dict: an image or a `Path` becomes the text of its path."""
         if isinstance(value, list | tuple):
             return [self._plain(each, index) for each in value]
         return self._path(value, index) if isinstance(value, os.PathLike | Image.Image) else value

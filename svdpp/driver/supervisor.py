@@ -60,7 +60,7 @@ def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observ
 
 
 class Supervisor:
-    """Reader of the ranks' events, which raises the error that ends a run.
+    """Reader of the ranks' events. If a run must end, it raises the error that explains why.
 
     Any thread may call `send` and `abort`. All other methods must be called by one thread.
 
@@ -405,7 +405,7 @@ class StallDetector:
             now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # no sign of progress: a thread of its own sends it, even in a stalled rank
+            return  # a separate thread of the rank sends these, even if the rank is stalled
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True

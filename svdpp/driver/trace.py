@@ -185,7 +185,7 @@ class RunningMean:
 
 @dataclass
 class RankMetrics:
-    """Measurements of one rank over all clips, except spans."""
+    """Measurements of one rank over all clips. `Trace` has the rank's spans."""
 
     device: str = ""
     device_name: str = ""
