@@ -320,7 +320,7 @@ def _check_contradictions(context: typer.Context, options: PlanOptions) -> None:
     is_used = options.device_memory is None or options.compare or uses_auto
     require(is_used, "--device-memory has an effect only with --layout auto or --compare")
     is_given = options.memory and options.expert_boundary is not None
-    require(not is_given, "with --memory the model gives the boundary: leave out --expert-boundary")
+    require(not is_given, "--memory reads the boundary from the model: leave out --expert-boundary")
     for name, typed in typed_options(context).items():
         is_shown = options.compare and name in COMPARED
         require(not is_shown, f"--compare shows all layouts: leave out {typed}")

@@ -76,7 +76,7 @@ def _print_analysis(console: Console, found: RunAnalysis, speeds: Speeds) -> Non
     of_ranks = speeds.ranks or (None,) * metrics.world_size
     console.table([*map(_row, metrics.ranks, of_ranks)])
     if speeds.run is not None:
-        console.prose(f"speed: {_speed(speeds.run)} TFLOP/s a rank with all waits")
+        console.prose(f"speed: {_speed(speeds.run)} TFLOP/s for each rank, waits included")
     if speeds.note:
         console.prose(speeds.note)
     console.result("\nWhat limits it")

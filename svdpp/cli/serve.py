@@ -58,7 +58,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         str,
         _service(
             "HOST",
-            "Address to listen on; for other machines with --api-key-file.",
+            "Address to listen on; one that other machines reach needs --api-key-file.",
             common=True,
         ),
     ] = "127.0.0.1"

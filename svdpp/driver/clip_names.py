@@ -262,7 +262,7 @@ class NameTemplate:
         is_name = bool(name.strip()) and not name.startswith(".")
         require(
             is_name,
-            f"`name` {self._text!r} makes the name {name!r}",
+            f"`name` {self._text!r} makes the name {name!r}, which is empty or begins with a dot",
             "begin the name with a letter",
         )
         return name

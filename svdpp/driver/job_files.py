@@ -227,7 +227,7 @@ def read_job_file(path: Path) -> JobFile:
         raise InputError(
             f"--jobs {str(path)!r} has an unknown format: the suffix must be one of "
             f"{', '.join(_KINDS)}",
-            "a JSON list becomes JSON Lines by: jq -c '.[]' FILE > jobs.jsonl",
+            "to convert a JSON list to JSON Lines: jq -c '.[]' FILE > jobs.jsonl",
             details={"path": str(path), "suffixes": [*_KINDS]},
         )
     data = read_small_file(path, "--jobs", JOBS_FILE_BYTES)

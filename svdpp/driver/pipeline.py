@@ -144,10 +144,10 @@ class Pipeline(PipelineRanks):
             self._scheduler.router.config_of(each).sampling.num_inference_steps for each in resolved
         ]
         metadata = metadata or [{}] * len(resolved)
-        what = f"got {len(metadata)} metadata for {len(resolved)} clips: give one for each clip"
+        wrong = f"`metadata` must have one mapping for each of {len(resolved)} clips"
         require(
             len(metadata) == len(resolved),
-            what,
+            f"{wrong}, got {len(metadata)}",
             num_metadata=len(metadata),
             num_clips=len(resolved),
         )
@@ -228,7 +228,7 @@ class Pipeline(PipelineRanks):
 
     def __enter__(self) -> Pipeline:
         if is_secondary_rank(self.world):
-            assert self.world is not None, "a secondary rank is one of a launcher"
+            assert self.world is not None, "only a launcher starts secondary ranks"
             raise ClosedError(
                 "only rank 0 uses the pipeline in a with block: the other ranks call serve()",
                 details={"entering_rank": 0, "rank": self.world.rank},

@@ -389,7 +389,7 @@ class PipelineRequest:
         if launched is not None:
             require(
                 requested in (None, launched.size),
-                f"`world_size` {requested} disagrees with the launcher's world of {launched.size}",
+                f"`world_size` {requested} disagrees with the launcher's {launched.size} ranks",
                 "leave `world_size` out",
                 gpus=requested,
                 world_size=launched.size,

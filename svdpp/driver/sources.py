@@ -215,7 +215,7 @@ def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for typed, value in parameters.items():
         hint = nearest(typed, (*names, *_ARGUMENTS), f"svdpp models {family} lists them")
-        unknown = f"generate has no argument {typed!r}, and {family} no such parameter"
+        unknown = f"{typed!r} is neither an argument of generate nor a parameter of {family}"
         require(typed in names, unknown, hint, parameter=typed, family=family)
         name = names[typed]
         require(name not in values, f"{typed!r} is given twice, by two names", parameter=typed)

@@ -77,7 +77,7 @@ class ModelOptions:
             "--family",
             panel=MODEL,
             metavar="NAME",
-            help="Run the model by another family, such as wan_v2v.",
+            help="Run the model with the pipeline of another family, such as wan_v2v.",
             autocompletion=complete.families,
         ),
     ] = None
