@@ -370,13 +370,16 @@ def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
     [
         (
             weight(UNET, "conv_in.weight", None),
-            "unet: weights are missing, .* is 'conv_in.weight' of 1",
+            "unet: weights are missing, the first of 1 is 'conv_in.weight'",
         ),
-        (weight(UNET, "extra", torch.zeros(1)), "are unexpected, the first is 'extra'"),
+        (weight(UNET, "extra", torch.zeros(1)), "are unexpected, the first of 1 is 'extra'"),
         (weight(UNET, "conv_in.bias", torch.zeros(9)), "conv_in.bias expected shape"),
-        (weight(CLIP, PROJECTION, torch.zeros(3, 3)), f"mismatched, the first is .*{PROJECTION}"),
+        (
+            weight(CLIP, PROJECTION, torch.zeros(3, 3)),
+            f"mismatched, the first of 1 is .*{PROJECTION}",
+        ),
         (weight(CLIP, PROJECTION, None), "weights are missing, the first"),
-        (weight(VAE, "quant_conv.bias", None), "are missing, the first is 'quant_conv.bias'"),
+        (weight(VAE, "quant_conv.bias", None), "are missing, the first of 1 is 'quant_conv.bias'"),
         (
             weight(UNET, "conv_in.bias", torch.zeros(32, dtype=torch.int8)),
             "unet has quantised weights of the dtype I8",

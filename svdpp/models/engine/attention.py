@@ -28,9 +28,9 @@ from svdpp.models.checkpoint import Checkpoint
 #: Classes of modules whose processor gets a backend from the method `set_attention_backend` of
 #: diffusers.
 _ATTENTION_CLASSES = (Attention, MochiAttention, AttentionModuleMixin)
-#: Shapes (batch, positions, heads, width) in the test whether a backend is reproducible: for each
-#: of two calls, the shape of the query, and the shape of key and value. The first call is
-#: self-attention, the second call is attention to a prompt.
+#: Shapes (batch, positions, heads, width) of the test whether a backend is reproducible. The test
+#: makes two calls: self-attention, and attention to a prompt. Each entry has the shape of the query
+#: of one call, and the shape of its key and value.
 _TEST_SHAPES = (((1, 1024, 4, 64), (1, 1024, 4, 64)), ((2, 512, 4, 128), (2, 77, 4, 128)))
 _TEST_RUNS = 3
 
@@ -103,7 +103,7 @@ def _check_usable(name: str) -> None:
 @functools.lru_cache
 def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
     """Whether `set_attention_backend` changes how a component computes attention."""
-    # This import takes seconds, because it imports transformers. A trial of backends does not need
+    # This import takes seconds, because it imports transformers. `attention_hashes` does not need
     # it.
     from svdpp.models.engine.load import build_without_weights
 
@@ -145,9 +145,9 @@ def set_attention_backend(module: Any, name: str) -> None:
 def use_attention_backend(pipe: Any, name: str) -> None:
     """Set the backend of all loaded components of a pipeline.
 
-    A script that sets the backend of the denoiser also makes it the default of its process, so that
-    the text connectors of LTX-2 use it, too. A rank that encodes has no denoiser, so this function
-    sets the backend of each component.
+    A diffusers script that sets the backend of the denoiser also makes it the default of the
+    process. So the text connectors of LTX-2 use it, too. A rank that only encodes has no denoiser,
+    so this function sets the backend of each component.
 
     Args:
         pipe: Pipeline of diffusers, of which some components may be skeletons.

@@ -99,8 +99,9 @@ class RangeCall:
         """Return the packet for the next rank: after the range's last step, or after the encode.
 
         Args:
-            inputs: Facts about the clip's inputs that later calls need, if this call encodes. None:
-                the facts from the received packet are passed on.
+            inputs: Facts about the clip's inputs that later calls need, such as
+                `{"negative_prompt": True}`. Only a call that encodes has them. None: the facts in
+                the received packet are passed on.
         """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
@@ -398,7 +399,7 @@ class GuidanceBranches:
     `FamilySpec.branches` is `batch` for pipelines that call the denoiser once in each step, with a
     batch of two. Each rank then evaluates half of the batch. The value `calls` is for pipelines
     that call the denoiser twice in each step, and use the two results only after both calls. The
-    table shows a step with `calls`, in which both ranks of the pair run the pipeline's own code:
+    table shows a step with `calls`. Both ranks of pair u run the pipeline's own code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -432,9 +433,9 @@ class GuidanceBranches:
             kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result of the pipeline's call of the denoiser. With `calls`, the result may be zeros
-            until the second call has returned. Before `scheduler.step`, it is equal on both
-            ranks.
+            Result of the pipeline's call of the denoiser. With `calls`, rank 2u + 1 gets zeros from
+            the first call, and the second call overwrites them with the true result. When the
+            pipeline calls `scheduler.step`, the results are equal on both ranks.
 
         Raises:
             ModelError: The step calls the denoiser more often than `FamilySpec.branches`

@@ -13,8 +13,8 @@ from svdpp.errors import ModelError
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker
 from svdpp.models.engine.records import is_unchanged, snapshot_attributes, tensors_in
 
-#: Attributes of a component or of its modules: name of the module (empty: the component itself),
-#: then name of the attribute.
+#: Attributes of a component: for each of its modules ("" is the component itself), values by name
+#: of the attribute.
 Attributes = dict[str, dict[str, Any]]
 
 _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
@@ -68,8 +68,8 @@ def set_back_component(component: Any, before: Attributes) -> None:
     for name, attributes in attributes_of(component).items():
         for added in attributes.keys() - before[name].keys():
             object.__delattr__(modules[name], added)
-        # Lists that did not change stay the same objects, because packets tell one list that two
-        # attributes share from two equal ones.
+        # An unchanged list is not replaced, because two attributes may share it. A packet with two
+        # equal lists would differ from a packet with one shared list.
         vars(modules[name]).update(
             (key, value)
             for key, value in before[name].items()
@@ -90,12 +90,12 @@ def pack_changed_attributes(
         packer: Packer of the packet.
         attributes: Present attributes of each component, by the component's name.
         before: Attributes of each component before the call.
-        denoisers: Names of the denoisers. An attribute of a denoiser that no packet can carry is a
-            memo, which the denoiser computes again. If it were state, the tests that end a call
-            after each step would fail.
+        denoisers: Names of the denoisers. If no packet can carry an attribute of a denoiser, the
+            attribute is left out: it is a cache, which the denoiser computes again. Tests that end
+            a call after each step would fail if it were state.
 
     Raises:
-        ModelError: No packet can carry a changed attribute of another component.
+        ModelError: No packet can carry a changed attribute of a component that is not a denoiser.
     """
     packed: dict[str, Any] = {}
     for part, modules in attributes.items():

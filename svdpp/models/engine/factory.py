@@ -21,7 +21,7 @@ def model_class(spec: FamilySpec) -> type[EngineModel]:
 def load_engine_model(
     checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig, device: str, roles: Roles
 ) -> EngineModel:
-    """Load the components that one rank needs.
+    """Load the components that one rank needs, and return the rank's model.
 
     Args:
         checkpoint: Checked checkpoint, with weights.

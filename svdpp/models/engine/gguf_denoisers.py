@@ -1,8 +1,8 @@
 """Loader of denoisers from GGUF files through diffusers, with a check of each tensor.
 
-diffusers renames the tensors of a file. It only warns about tensors that fit no weight of the
-model, and leaves weights uninitialised that the file lacks. So the tensors are first renamed
-without their data, and the new names must be exactly the names of the model's weights.
+diffusers renames the tensors of a file. It only warns if a tensor fits no weight of the model. If
+the file lacks a weight, the weight stays uninitialised. So this module first renames the tensors
+without their data. The new names must be exactly the names of the model's weights.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 def _can_be_quantised(module: Any, name: str) -> bool:
     """Whether diffusers can read this weight in quantised form.
 
-    It can for weights of linear layers, and of layers that it keeps in float32.
+    It can if the weight is of a linear layer, or of a layer that diffusers keeps in float32.
     """
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True

@@ -1,4 +1,4 @@
-"""Hooks that intercept methods of diffusers' objects, and that copies of the objects keep."""
+"""Hooks that intercept methods of diffusers' objects, and of later copies of these objects."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ HOOK = "_svdpp_hook"
 def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
     """Make some methods of an object, and of its later copies, call methods of a handler.
 
-    The class of the object is replaced by a subclass. A second call only changes the handler.
+    The function replaces the object's class by a subclass. A second call for the same object only
+    changes the handler.
 
     Args:
         target: Scheduler, or block of a modular pipeline.
-        handler: Object whose methods get the hooked object, the real method bound to it, and the
-            arguments of the call. A deep copy of the hooked object also copies the handler, unless
-            `__deepcopy__` of the handler returns the handler itself.
-        methods: Names of the handler's methods, by the names of the object's methods.
+        handler: Object with the methods that are called instead. Their arguments are the hooked
+            object, the real method bound to it, and the arguments of the call. A deep copy of the
+            hooked object also copies the handler. To prevent that, `__deepcopy__` of the handler
+            returns the handler itself.
+        methods: Names of the handler's methods, by the names of the object's methods, such as
+            `{"__call__": "run_block"}`.
     """
     if not hasattr(target, HOOK):
         real: Any = type(target)

@@ -14,8 +14,8 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
 
-# Names of the pipeline attributes with the VAE's compression factors: pixels of a side, or frames,
-# for each position of the latent.
+# Names of the pipeline attributes with the VAE's compression factors. The spatial factor is the
+# number of pixels for each position of the latent, the temporal factor the number of frames.
 _SPATIAL = (
     "canvas_multiple",
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
@@ -35,7 +35,7 @@ def latent_spec(
     """Return shape and dtype of a clip's latent after `step` steps.
 
     Args:
-        pipe: Loaded pipeline; components without their weights are enough.
+        pipe: Loaded pipeline. Its components may lack their weights.
         checkpoint: Checkpoint of the pipeline.
         sampling: Resolved parameters of the clip.
         dtype: Dtype of the denoiser.

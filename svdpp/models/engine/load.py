@@ -91,9 +91,9 @@ def silence_blocks(block: Any) -> None:
 # 1. Loading of a whole pipeline.
 
 
-# torch looks for its functions that make tensors at the first use of a device as a context, and
-# keeps what it has found. While transformers loads weights, `torch.linspace` is another function:
-# if that were the first use, later skeletons would get tensors on the CPU.
+# At the first `with torch.device(...)` of a process, torch lists its functions that make tensors,
+# and keeps the list. While transformers loads weights, it replaces `torch.linspace`. A list from
+# that time would lack the real `torch.linspace`, which would then make CPU tensors in skeletons.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -238,9 +238,9 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
     """Tokenizer that replaces a processor of text and images, and returns the same tokens.
 
     The tokenizer of Kandinsky 5 is a processor of text and images, to which the pipeline passes
-    only text. transformers' processor would take a prompt in the first argument for an image, and
-    would fetch a URL or open a path. This class has no code for images, and does not need
-    torchvision.
+    only text. transformers' processor would read a prompt in the first argument as an image: if the
+    prompt is a URL or a path, the processor would fetch or open it. This class has no code for
+    images, and does not need torchvision.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -248,7 +248,7 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
 
 
 def without_videos(cls: Any) -> Any:
-    """Return a subclass of a class of processors, without the part that reads videos.
+    """Return a subclass of a processor's class that has no part for videos.
 
     Reading videos needs torchvision, and clips from text or images do not use it. Everything else
     is unchanged.
@@ -295,7 +295,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
 
 
 def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Load the tokenizers of a checkpoint that are a `TextProcessor`, by component name.
+    """Load those tokenizers of a checkpoint that become a `TextProcessor`, by component name.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -342,7 +342,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype, or of files with quantised weights."""
+    """Return the bytes of a component's weights in a dtype; if quantised, the size of its files."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     if part in checkpoint.int8_denoisers:
@@ -383,9 +383,9 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, info[f"{problem}_keys"])):
-            first = f"weights are {problem}, the first is {short_repr(names[0])}"
+            first = f"the first of {len(names)} is {short_repr(names[0])}"
             raise ModelError(
-                f"{part}: {first} of {len(names)}",
+                f"{part}: weights are {problem}, {first}",
                 details={"component": part, problem: names[:20], "count": len(names)},
             )
     if part in checkpoint.int8_denoisers:
@@ -439,7 +439,7 @@ def build_module(cls: Any, folder: Path) -> Any:
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
-    # transformers would make a dtype in the config torch's default dtype, for all threads.
+    # If a config has a dtype, transformers makes it torch's default dtype, for all threads.
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
             each.dtype = None

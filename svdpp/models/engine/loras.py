@@ -27,16 +27,16 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of a loaded adapter: the LoRA with its weight set to 1, and the number of earlier uses of
-#: the LoRA by the same clip (a clip can use a LoRA twice).
+#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number. The number is 0, but 1
+#: for the second of two equal LoRAs (of the model and of the clip), and so on.
 _Key = tuple[Lora, int]
 
 
 class PipelineLoras:
     """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    LoRAs of earlier clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Denoisers that
-    are skeletons (without weights, because other ranks run them) get no LoRAs.
+    LoRAs of clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Skeletons (denoisers
+    without weights, because other ranks run them) get no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
@@ -249,7 +249,7 @@ def _converted(
         ignored: Names of tensors in the file that are ignored, because they fit no weight.
 
     Raises:
-        ModelError: The conversion drops a tensor of the file, or renames it to another part.
+        ModelError: The conversion drops a tensor of the file, or renames it for another component.
     """
     read: set[str] = set()
     traced: dict[str, _Traced] = {}
@@ -326,8 +326,8 @@ def _check_loaded(
 ) -> None:
     """Check that a loaded adapter has exactly the tensors of the LoRA file.
 
-    A tensor of the adapter that the file lacks would be uninitialised memory, with other values in
-    each run.
+    If the file lacked a tensor of the adapter, that tensor would be uninitialised memory, with
+    other values in each run.
 
     Raises:
         ModelError: A tensor is missing, unknown or not finite, or was not loaded.

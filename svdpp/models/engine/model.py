@@ -43,7 +43,10 @@ class _TilesDecoded(Exception):
 
 
 class EngineModel:
-    """Model of one rank for clips with the same sampling parameters; for all families."""
+    """Model of one rank, for clips with the same sampling parameters.
+
+    Families with modular pipelines use the subclass `ModularModel`.
+    """
 
     def __init__(
         self,
@@ -80,9 +83,9 @@ class EngineModel:
         return type(self)(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Activate a clip's LoRAs, besides the model's LoRAs, and load those that are not loaded.
+        """Activate the model's LoRAs and a clip's LoRAs, after loading those that are not loaded.
 
-        The LoRAs are also active in other `EngineModel`s with the same loaded components.
+        The LoRAs are then also active in other `EngineModel`s with the same loaded components.
 
         Args:
             loras: LoRAs of the clip; empty: only the model's LoRAs are active.
@@ -217,7 +220,8 @@ class EngineModel:
             part: Whole chunks of frames, or whole tiles.
 
         Returns:
-            Frames of the part, as from `decode`; or its tiles, (B, C, F, H, W) each, by name.
+            Frames of the part, as from `decode`; or its tiles, (B, C, F, H, W) each, by name, such
+            as `tile.0`.
 
         Raises:
             NotFiniteError: The VAE returned NaN or infinity for these frames.
@@ -246,8 +250,8 @@ class EngineModel:
         positions = sum(shape.positions for shape in decoder.shapes)
         if positions != part.total:
             raise ModelError(
-                f"the decode has tiles of {positions} positions of the latent, and {part.total} "
-                "were planned",
+                f"the tiles of the decode have {positions} latent positions in all, but "
+                f"{part.total} were planned",
                 "use `decode_ranks` 1",
                 details={"positions": positions, "planned": part.total},
             )
@@ -272,7 +276,8 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet after the last step.
-            parts: Results of `decode_part` for all parts, in order. Tiles are changed.
+            parts: Results of `decode_part` for all parts, in order. The blending changes the tiles
+                in place.
 
         Raises:
             NotFiniteError: The VAE or the vocoder returned NaN or infinity.
@@ -284,7 +289,7 @@ class EngineModel:
             return self.decode(tensors)
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a clip with another postprocessing; return the pipeline's video and sound.
+        """Decode a packet with another postprocessing; return a tuple of video and, if any, sound.
 
         Args:
             tensors: Tensors of the packet after the last step.
@@ -419,7 +424,7 @@ def _input_arguments(
 
 
 def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dict[str, Any]:
-    """Return the arguments with a clip's references and, if it starts from a video, that video."""
+    """Return the pipeline's arguments for reference images and for the video, if there is one."""
     files = source if isinstance(source, dict) else {IMAGE: source}
     references: list[Any] = [each for each in files.values() if isinstance(each, Image.Image)]
     if spec.modular is not None and spec.modular.reference_class is not None:
@@ -590,7 +595,7 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 def _spans(size: int) -> list[tuple[int, int]]:
     """Return the positions along a side of `size` pixels that the interpolation reads.
 
-    The result is a list of ranges (start, stop) with gaps between them.
+    The result is a list of ranges (start, stop), without stop, with gaps between the ranges.
     """
     spans: list[tuple[int, int]] = []
     for index in range(_SIDE):

@@ -25,7 +25,12 @@ def _is_leaf(block: Any) -> bool:
 
 
 def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return the leaves of the tree of blocks, in all branches, each with its containers."""
+    """Return pairs of a leaf of a tree of blocks and the leaf's containers, outermost first.
+
+    Args:
+        block: Root of the tree. Leaves in all branches of conditional blocks are returned.
+        around: Containers of the root.
+    """
     if _is_leaf(block):
         return [(block, around)]
     containers = (*around, block)
@@ -80,11 +85,12 @@ def names_read(
     Args:
         blocks: Tree of blocks of a pipeline.
         block: Leaf of the tree.
-        kwargs_mapping: Names of values by the kind of keyword arguments, of the `PipelineState`.
+        kwargs_mapping: `kwargs_mapping` of the `PipelineState`: names of values by the kind of
+            keyword arguments that they belong to.
 
     Returns:
-        Names of the inputs, and names of the values by whose presence conditional blocks choose a
-        branch.
+        Names of the inputs; and names of the values that conditional blocks test for presence, to
+        choose a branch.
     """
     leaves = leaf_blocks(blocks)
     first = next(index for index, (leaf, _) in enumerate(leaves) if leaf is block)
@@ -112,10 +118,11 @@ def names_read(
 
 
 class SubBlockEntry:
-    """Values of a `BlockState` when a sub-block begins, kept so that the sub-block can run again.
+    """Snapshot of a `BlockState` at the start of a sub-block, so that it can run again.
 
     Args:
-        values: Values by name. The states of the random generators among the values are kept, too.
+        values: Values by name. The snapshot includes the states of the random generators among the
+            values.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -130,7 +137,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of the first value that was changed in place; None: no value was."""
+        """Return the name of a value that was changed in place; None if there is no such value."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -139,10 +146,10 @@ class SubBlockEntry:
 
 
 def traced_block_state(first_uses: dict[str, str]) -> Any:
-    """Return a subclass of `BlockState` that notes how each attribute is used first.
+    """Return a subclass of `BlockState` that records whether attributes are first read or written.
 
     Args:
-        first_uses: Dict that gets "read" or "written" for each name.
+        first_uses: Dict that gets "read" or "written" for the name of each attribute.
     """
 
     class Traced(BlockState):  # type: ignore[misc]
@@ -162,16 +169,15 @@ def traced_block_state(first_uses: dict[str, str]) -> Any:
 
 
 def values_of(block_state: Any) -> dict[str, Any]:
-    """Return the values of a `BlockState`, without noting that they were read."""
+    """Return the values of a `BlockState`, without recording that they were read."""
     values: dict[str, Any] = object.__getattribute__(block_state, "__dict__")
     return values
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value with the storage, shape and strides of a tensor.
+    """Return the value that has the storage, shape and strides of a tensor, or else the tensor.
 
-    If there is no such value, the tensor itself is returned. The packer recognises a tensor that
-    occurs twice by its identity, and packs it once.
+    The packer packs a tensor once if it occurs twice, but only if it is the same Python object.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):

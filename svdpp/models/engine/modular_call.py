@@ -98,17 +98,17 @@ class ModularCall:
     end: int | None
     """Step before which the call ends; None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
-    """Shape and dtype of the latent before the first step. Packets contain zeros of this shape if
-    the pipeline has no latent yet. If the pipeline's latent also has positions of images, which no
-    step changes, they come first, and the latent in a packet is without them."""
+    """Shape and dtype of the latent before the first step; None: this call does not encode. If the
+    pipeline has no latent yet, the packet contains zeros of this shape. Some pipelines put
+    positions of images before the latent. No step changes these, so the packet lacks them."""
     after_step: AfterStep | None = None
     """Callback after each step of the call; an exception from it ends the call."""
     branches: GuidanceBranches | None = None
-    """Guidance whose two branches two ranks evaluate, in blocks with whole steps inside; None: no
-    calls are divided by branch."""
+    """Division of a step's calls of the denoiser between two ranks by guidance branch, for blocks
+    that run whole steps; None: calls are not divided in this way."""
     shared: SharedCalls | None = None
-    """Calls of denoisers in one block that are divided between this rank and a second rank; None:
-    no calls are divided by their number."""
+    """Division of a block's calls of the denoiser between two ranks by turns, for blocks that run
+    a part of a step; None: calls are not divided in this way."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
@@ -185,7 +185,7 @@ class ModularCall:
     # 1. Top-level blocks.
 
     def select(self, _: Any, real: Callable[..., Any], **inputs: Any) -> Any:
-        """Choose a branch of a conditional block; in skipped blocks, the branch in the packet.
+        """Choose a branch of a conditional block, or return the choice of an earlier rank.
 
         Args:
             real: Method `select_block` of the conditional block.
@@ -449,8 +449,8 @@ class ModularCall:
         Args:
             place: Iteration of the loop, and number of its sub-blocks before the cut; None: the cut
                 is before the loop.
-            is_inside: Whether the cut is inside the next sub-block, which begins again with the
-                BlockState that it began with.
+            is_inside: Whether the cut is inside the next sub-block. The next rank then runs this
+                sub-block from its start again, with the BlockState at its start.
         """
         packer = self._packer = StatePacker(self.pipe.components)
         values: dict[str, Any] = {}
@@ -500,10 +500,10 @@ class ModularCall:
         raise _Stop
 
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
-        """Return the structure of each value that blocks of later ranks read, by name.
+        """Return pairs of name and structure of the values that blocks of later ranks read.
 
-        Of some tensors only the shape is packed: of tensors that the loop replaces, and of tensors
-        by whose presence conditional blocks choose a branch.
+        Two kinds of tensors are packed without data: those that the loop has replaced, and those
+        that conditional blocks only test for presence.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}

@@ -62,12 +62,12 @@ class ModularModel(EngineModel):
         return call.packet()
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet with another postprocessing; return a tuple of video and sound.
+        """Decode a packet with another postprocessing; return a tuple of video and, if any, sound.
 
         Args:
             tensors: Tensors of the packet after the last step.
-            postprocess: Function of the video, (1, 3, F, H, W), in place of the pipeline's
-                postprocessing.
+            postprocess: Function that replaces the pipeline's postprocessing of the video,
+                (1, 3, F, H, W).
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             state = self._later_modular_call(tensors, None).run({})

@@ -131,8 +131,9 @@ class StatePacker(Packer):
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         if tensor.dim() == 0:
-            # Each scalar gets a name of its own. Two schedulers may hold the same timestep, as one
-            # tensor or, if one of them is from a packet, as two; packets must not depend on that.
+            # Each scalar gets a name of its own, even if it occurs twice. Two schedulers may hold
+            # the same timestep as one tensor, or as two if one scheduler is from a packet. The next
+            # packet must be the same in both cases.
             tensor = tensor.view(())
         node = super()._pack_tensor(tensor, name)
         kept = self.tensors.get(name)
@@ -195,8 +196,8 @@ class StatePacker(Packer):
         return {**make(), "id": number}
 
 
-#: Name of the attribute with the config of an object, such as a copy of the scheduler. Components
-#: have the same config on every rank.
+#: Name of the attribute with an object's config. It is packed for objects such as a copy of the
+#: scheduler, but not for components, because these have the same config on every rank.
 _CONFIG = "_internal_dict"
 #: Attributes that the engine, torch or diffusers add to objects, and that are not state.
 NOT_STATE = frozenset({"_parameters", "_modules", HOOK, _CONFIG, "forward", "_diffusers_hook"})

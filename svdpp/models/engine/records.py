@@ -137,7 +137,7 @@ def read_structure(packet: Tensors) -> Node:
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of a value, without names of tensors, because no tensor is sent."""
+    """Return the structure of a value whose tensors are not sent, so it does not name them."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -331,7 +331,7 @@ def clone_tensors(value: Any) -> Any:
 
 
 def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    """Whether two lists of equal length have different tensors at a position."""
+    """Whether two lists of equal length have different tensors at any position."""
     return not all(map(torch.equal, before, after))
 
 
@@ -373,7 +373,7 @@ class Records:
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method: its results are recorded in the encode, and replayed in later calls.
+        """Wrap a method, to record its results in the encode and replay them in later calls.
 
         Args:
             name: Name of the method in records, such as `vae.encode`.
@@ -489,7 +489,10 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """Return the names of a pipeline class's methods, except those of `DiffusionPipeline`."""
+    """Return the names of a pipeline class's methods whose results may be recorded.
+
+    Methods of `DiffusionPipeline` are not among them, nor are those in `_NOT_RECORDED`.
+    """
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:
         is_own = cls.__module__.startswith("diffusers.pipelines")

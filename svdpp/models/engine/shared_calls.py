@@ -23,8 +23,8 @@ class SharedCalls:
     """Calls of denoisers in a step, of which each rank of a pair evaluates every second call.
 
     A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
-    and combines the results after the last call. Both ranks run the block twice. The table shows a
-    block with three calls:
+    and combines the results after the last call. Both ranks of pair u, ranks 2u and 2u + 1, run the
+    block twice. The table shows a block with three calls:
 
         run      call    rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first    0       evaluates                     returns zeros
@@ -34,9 +34,9 @@ class SharedCalls:
         second   0 to 2  returns the known results     returns the known results
 
     If no call depends on the result of another call, the second run has the same arguments and
-    results as on one rank. A call that depends on a result gets different arguments in the first
-    run, in which the result is replaced by zeros. So a call that has different arguments in the two
-    runs is an error.
+    results as on one rank. If a call does depend on another result, its arguments in the first run
+    differ from those in the second, because the first run has zeros in place of some results. So
+    different arguments are an error.
 
     In the first step of a process, rank 2u + 1 also evaluates call 0, to learn the shape of the
     zeros.
@@ -45,8 +45,8 @@ class SharedCalls:
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """Structure of a result of the denoiser, as a list of one element; empty until the first step
-    of a process."""
+    """List with the structure of a result of the denoiser as its one element. It is empty until the
+    first step of a process."""
     _calls: list[_Call] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
     # Results of all calls, for the second run. None: the block runs for the first time.
@@ -143,7 +143,7 @@ class SharedCalls:
 
 
 class _Call:
-    """Denoiser and arguments of a call, to be compared with a later call.
+    """Denoiser and arguments of a call, for a comparison with a later call.
 
     The arguments are kept, not hashed: they are latents and embeddings, which are small beside the
     activations of the denoiser, and most of them are the same objects in both runs.

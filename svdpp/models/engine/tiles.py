@@ -137,8 +137,8 @@ def tile_specs(
     frames than the first tile.
 
     Args:
-        shapes: Shapes of all tiles of the clip.
-        part: Part of the tiles.
+        shapes: Shapes of the latents of all tiles of the clip.
+        part: Range of the tiles that the other rank decodes, in latent positions of all tiles.
         first_tile: First tile of the clip, decoded.
     """
     batch, channels, frames, height, width = first_tile.shape

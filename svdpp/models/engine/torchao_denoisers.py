@@ -12,9 +12,9 @@ from svdpp.models.files import short_repr
 
 
 def check_layers(module: torch.nn.Module, part: str) -> None:
-    """Check that a denoiser that was loaded has quantised weights only where diffusers makes them.
+    """Check that a loaded denoiser has quantised weights only in linear layers, in right shapes.
 
-    diffusers compares no shapes of the weights of linear layers that TorchAO has quantised.
+    When diffusers loads quantised weights of TorchAO, it does not check their shapes.
 
     Args:
         module: Denoiser with weights.
