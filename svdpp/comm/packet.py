@@ -226,7 +226,7 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet with the tensors of its payload, copied: views could be misaligned.
+        """Return the packet. Its tensors are copies, because views could be misaligned.
 
         Args:
             payload: Payload, uint8 of shape (bytes,), with the number of bytes given to `check`.

@@ -117,8 +117,8 @@ class Transport:
     def __post_init__(self) -> None:
         self._direct = self.backend == "nccl"
         self._links: dict[tuple[str, int, Channel], _Link] = {}
-        # Process groups of all channels except `clips`, by channel and direction (True: to a higher
-        # rank).
+        # Process groups of all channels except `clips`, by channel and direction (True: packets go
+        # to a higher rank).
         self._groups: dict[tuple[Channel, bool], Any] = {}
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
         """Clip and number of finished steps of each packet that `send` got, by receiver and
@@ -218,7 +218,7 @@ class Transport:
     def drain(self) -> None:
         """Wait until the memory of all sent packets may be reused.
 
-        The process must not end yet, because bytes may still be in NCCL's buffers.
+        Even then the process must not end yet, because bytes may still be in NCCL's buffers.
 
         Raises:
             TransportError: A packet could not be sent.

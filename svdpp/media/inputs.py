@@ -154,7 +154,7 @@ def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> 
 
     Args:
         files: Images of clips.
-        sampling: Sampling parameters of the clips. If `fit` is not `stretch`, nothing is checked,
+        sampling: Sampling parameters of the clips. If `fit` is `crop` or `pad`, nothing is checked,
             because images get the clip's aspect ratio.
 
     Raises:
@@ -208,7 +208,7 @@ def collect_inputs(
     Args:
         inputs: Files with any suffix, folders, and glob patterns. A folder stands for its files
             with a suffix of an image or a video, except hidden files. A pattern stands for all
-            matching files with such a suffix. A text that is the name of a file is not a pattern.
+            matching files with such a suffix. The name of an existing file is not a pattern.
         max_pixels: Maximum number of pixels of an image or frame.
         video_frames: Frames that each video must have; None for images.
 

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from svdpp.media.ffmpeg import MediaFailure
 
-# Boxes of a video's sample entry that are not compared here: they have no effect on players, or an
-# effect that `stream_differences` compares.
+# Boxes of a video's sample entry that are not compared here: they do not affect players, or
+# `stream_differences` compares their effect.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
 # Number of bytes before the boxes in a video's sample entry, and before the entries in `stsd`.

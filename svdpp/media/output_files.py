@@ -148,8 +148,8 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        # Errors are ignored, because the caller already reports the error because of which it
-        # removes the file.
+        # Errors are ignored, because most callers clean up after another error, and report that
+        # one.
         with contextlib.suppress(OSError):
             path.unlink()
 

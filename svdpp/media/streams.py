@@ -135,7 +135,7 @@ def read_colours(path: Path) -> set[str]:
     The values come from the H.264 stream. The container's box `colr` may have other values.
 
     Args:
-        path: Path of an mp4 that has no more frames than a clip may have.
+        path: Path of an mp4 that does not exceed the limits of a clip.
 
     Raises:
         MediaFailure: ffmpeg did not end in time.

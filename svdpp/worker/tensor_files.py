@@ -101,7 +101,9 @@ class LatentCheckpoints:
     def unfit_error(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
-        """Return the error for a packet from which a clip cannot resume; the hint removes the file.
+        """Return the error for a packet from which a clip cannot resume.
+
+        The hint of the error is a command that removes the packet's file.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
