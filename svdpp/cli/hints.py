@@ -21,8 +21,8 @@ def keep_available(hint: str, options: Collection[str]) -> str:
     Args:
         hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus
             3".
-        options: Names of options that may be proposed. Options within a command line are always
-            kept.
+        options: Names of options that may be proposed. Options of another command line in the
+            hint, such as `svdpp plan --layout auto`, are always kept.
 
     Returns:
         Hint; empty if no proposal is left.

@@ -45,7 +45,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
     try:
         for line in data.splitlines():
             row = json.loads(line)
-            # An input with an error has a row without an output, which is skipped.
+            # A row without an output is skipped: its input had an error.
             key, output = row["job"], row["output"]
             if {"index", "state"} <= row.keys() and isinstance(output, str):
                 names.setdefault(str(key), []).append(_without_suffix(output))

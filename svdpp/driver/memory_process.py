@@ -25,8 +25,8 @@ from svdpp.plan.costs import MemoryEstimate, PartFlops, PartMemory
 
 _Task = Literal["memory", "flops"]
 
-#: Timeout of the separate process in seconds. An estimate takes seconds, and minutes on a machine
-#: that swaps.
+#: Timeout of the separate process in seconds. An estimate takes a few seconds, but minutes on a
+#: machine that swaps.
 _TIMEOUT_SECONDS = 600.0
 _KEPT = 64
 _NAMES: Mapping[_Task, str] = {

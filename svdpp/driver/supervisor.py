@@ -235,8 +235,9 @@ class Supervisor:
     def _failure_error(self, rank: int) -> SvdppError:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
+            # Errors about input, output, model or memory are clear without the clip and the step.
             error.details.setdefault("rank", rank)
-            return error  # errors about input, output, model or memory need no further text
+            return error
         where = describe_position(event.action, event.step)
         if isinstance(error, MismatchError):
             return self._mismatch_error(rank, error, event)

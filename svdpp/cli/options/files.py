@@ -202,7 +202,7 @@ class PromptOptions:
         """Check the prompts on the command line, without reading a model or a file.
 
         Raises:
-            RequestError: A prompt is too long, or not Unicode.
+            RequestError: A prompt is too long, or is not valid Unicode.
         """
         check_prompt("prompt", self.prompt)
         check_prompt("negative_prompt", self.negative_prompt)
