@@ -1,4 +1,4 @@
-"""Run at a server: sends jobs as batches, follows the batches, and downloads the clips.
+"""Run of a jobs file at a server: sends jobs as batches, follows them, and downloads the clips.
 
 `server.json` in the output folder lists the batches and their jobs. The file is written before a
 batch is sent, and has the idempotency key by which the server detects a repeated request. So a
@@ -37,23 +37,26 @@ from svdpp.media import output_files, video
 #: Name of the JSON file in the output folder that lists the batches.
 STATE_FILE = "server.json"
 _SCHEMA_VERSION = 1
+# Maximum size of `server.json` in bytes.
 _MAX_BYTES = 2**28
+# Number of batches or videos in one response with a list.
 _PAGE = 100
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.5, 5.0
+# Size in bytes of the pieces in which the body of a request is sent.
 _PART_BYTES = 2**20
 _FINAL = ("completed", "failed", "cancelled")
 
 
 @dataclass
 class Part:
-    """One batch of a run, with the key of the request that creates it, its id, and its clips."""
+    """One batch of a run, recorded in `server.json` before the batch is sent."""
 
     key: str
     """Idempotency key of the request that creates the batch."""
     batch: str | None
     """Id of the batch; None until the server has responded."""
     clips: dict[str, str]
-    """Job keys by the names of the clips. A clip's name is the `custom_id` of its line."""
+    """`ServerClip.key` of each clip, by the clip's name, which is the `custom_id` of its line."""
 
 
 @dataclass
@@ -85,7 +88,7 @@ def read_state(path: Path) -> ServerState | None:
     try:
         values = json.loads(data)
         if values.pop("schema_version") != _SCHEMA_VERSION:
-            raise ValueError("the file has another version")
+            raise ValueError("the file has another schema version")
         parts = [Part(**part) for part in values.pop("parts")]
         return ServerState(**values, parts=parts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -114,12 +117,13 @@ class Watchers:
     """Callbacks that get the progress and the results of clips."""
 
     on_started: Callable[[], None]
+    """Function that is called, perhaps repeatedly, once the server has begun a clip."""
     on_eta: Callable[[float | None], None]
-    """Function that gets the seconds until the last clip is finished; None: unknown."""
+    """Function that gets the seconds until the last clip of a batch is finished; None: unknown."""
     on_done: Callable[[ServerClip, dict[str, Any]], None]
     """Function that gets a finished clip and the clip's JSON."""
     on_lost: Callable[[ServerClip, dict[str, Any]], None]
-    """Function that gets a failed clip and its error as a JSON object."""
+    """Function that gets a failed or cancelled clip, and its error as a JSON object."""
 
 
 class BatchRun:
@@ -147,6 +151,7 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
+        # Id of the last video of each batch before the first video that has not ended.
         self._cursors: dict[str, str | None] = {}
 
     @property
@@ -159,7 +164,7 @@ class BatchRun:
         return self._folder / STATE_FILE
 
     def adopt(self, earlier: ServerState) -> None:
-        """Continue with the batches of an earlier run, whose clips are not sent again.
+        """Continue with the batches of an earlier run. Their clips are not sent again.
 
         Args:
             earlier: State of the earlier run.
@@ -172,7 +177,7 @@ class BatchRun:
             before, now = getattr(earlier, name), getattr(self._state, name)
             if before != now:
                 raise RequestError(
-                    f"this folder's batches are at {name} {before!r}, not {now!r}",
+                    f"the batches of this folder are for {name} {before!r}, not {now!r}",
                     f"use the same {name}, or another `out` folder; `overwrite` makes all clips",
                     details={"before": before, "now": now},
                 )
@@ -187,7 +192,7 @@ class BatchRun:
                 self._say(f"going on with {part.batch}")
 
     def _refresh(self, part: Part) -> bool:
-        """Remove from a batch of an earlier run the clips that failed or were cancelled.
+        """Query a batch of an earlier run, and forget its clips that failed or were cancelled.
 
         Returns:
             Whether the server has the batch, and the batch has clips left.
@@ -254,7 +259,8 @@ class BatchRun:
             }
             text = json.dumps(line).encode() + b"\n"
             is_full = index == self._model.max_batch_lines
-            # 64 KiB are left for the rest of the request's body, a form that contains the lines.
+            # The request's body is a form that contains the lines. 64 KiB are left for its other
+            # parts.
             if is_full or (index and size + len(text) > self._model.max_batch_bytes - 2**16):
                 return index
             file.write(text)
@@ -299,7 +305,7 @@ class BatchRun:
     def _raise_faults(
         self, faults: Sequence[Mapping[str, Any]], clips: Sequence[ServerClip]
     ) -> None:
-        """Raise the faults that the server found, as errors of the jobs file's lines."""
+        """Raise the faults that the server found, as errors about lines of the jobs file."""
         lines = {clip.name: clip.job.line or 0 for clip in clips}
         errors: list[SvdppError] = []
         for fault in faults:
@@ -320,7 +326,7 @@ class BatchRun:
             watchers: Callbacks for the progress and the outcomes of clips.
 
         Raises:
-            RequestError: The server has rejected images of a batch.
+            RequestError: The server has rejected lines of a batch, for example their images.
             SvdppError: The server rejects a request, or did not respond for too long.
             OutputError: A clip cannot be written.
         """
@@ -339,7 +345,7 @@ class BatchRun:
         """Query one batch, and download clips that have finished since the last query.
 
         Returns:
-            Whether a clip of the part has finished, failed or been cancelled since the last query.
+            Whether a clip has finished, failed or been cancelled since the last query.
         """
         assert part.batch is not None
         # The batch is queried before the list of videos, so that the list is never older than the
@@ -371,7 +377,7 @@ class BatchRun:
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
         """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        After a page on which all videos are queued, no further pages are queried.
+        Pages are queried up to the first one with only queued videos.
         """
         after = self._cursors.get(batch)
         is_first = True
@@ -381,7 +387,7 @@ class BatchRun:
             except NotThereError:
                 if after is None:  # the server has removed the batch
                     return
-                # Only the video at the cursor was removed, so reading starts again.
+                # The video at the cursor was removed, so reading starts again at the first video.
                 after = self._cursors[batch] = None
                 continue
             for each in page["data"]:
@@ -395,7 +401,7 @@ class BatchRun:
             after = page["last_id"]
 
     def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
-        """Download the clip of a video that has ended, or report the video's error."""
+        """Handle a video of a batch: if it has ended, download its clip or report its error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
             watchers.on_started()
@@ -477,9 +483,9 @@ def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
 
 
 def server_clips(jobs: Sequence[RunJob]) -> list[ServerClip]:
-    """Return the clips of named jobs.
+    """Return a clip for each job of a run.
 
     Args:
-        jobs: Jobs of a run, whose names are set.
+        jobs: Jobs with names. A clip gets the name of its job.
     """
     return [ServerClip(name=job.name, job=job, key=job_key(job)) for job in jobs]

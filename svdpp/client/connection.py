@@ -12,8 +12,8 @@ import httpx2
 from svdpp.config.limits import require
 from svdpp.errors import RequestError, ServerError, SvdppError, first_line, redact
 
-#: Environment variable with the API key. `redact` removes the values of variables with names such
-#: as `*_KEY`.
+#: Environment variable with the API key. `redact` removes its value from messages, because its name
+#: ends with `_KEY`.
 KEY_VARIABLE = "SVDPP_API_KEY"
 
 # HTTP statuses after which a request is repeated: the server is full or restarts, or a proxy cannot
@@ -26,11 +26,13 @@ _T = TypeVar("_T")
 
 
 class NotThereError(ServerError):
-    """Error for an id that the server does not know, or whose object it has removed."""
+    """Error for an id that the server does not know, or does not know any more."""
 
 
 class Connection:
-    """Connection to one server, a context manager. Requests are repeated until the server responds.
+    """Connection to a server, used as a context manager.
+
+    Requests are repeated until the server responds.
 
     Args:
         url: URL of the server, such as `http://127.0.0.1:8000`.
@@ -40,7 +42,7 @@ class Connection:
             the server responds again.
 
     Raises:
-        RequestError: The URL is not an HTTP URL, or contains a password.
+        RequestError: The URL is not an HTTP URL, or contains a password, a query or a fragment.
     """
 
     def __init__(
@@ -144,7 +146,11 @@ class Connection:
         self._repeat(fetch)
 
     def _repeat(self, attempt: Callable[[], _T]) -> _T:
-        """Call a function that sends a request until the server responds."""
+        """Send a request by calling `attempt`; repeat the call until the server responds.
+
+        Raises:
+            ServerError: The server did not respond for `patience_seconds`.
+        """
         failed_at: float | None = None
         wait = _FIRST_WAIT_SECONDS
         while True:
@@ -155,7 +161,8 @@ class Connection:
                     failed_at = time.monotonic()
                 if time.monotonic() - failed_at >= self._patience_seconds:
                     raise self._unavailable_error(error) from error
-                # The message is printed only once, after the second failure.
+                # A single failure is not worth a message. After the second failure, the message is
+                # printed once.
                 if wait == 2 * _FIRST_WAIT_SECONDS:
                     self._say(f"waiting for the server: {self._reason(error)}")
                 wished = error.retry_seconds if isinstance(error, _BusyError) else 0.0
@@ -173,7 +180,7 @@ class Connection:
         seconds = self._patience_seconds
         return ServerError(
             f"the server {self.url} was unavailable for {seconds:g} s: {self._reason(error)}",
-            "start it, or name another URL; `server_timeout` waits longer",
+            "start the server, or name another URL; a longer `server_timeout` waits longer",
             details={
                 "server": self.url,
                 "timeout_seconds": seconds,
@@ -215,7 +222,7 @@ class _BusyError(Exception):
 
 
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response as a JSON object; errors of proxies get the same form."""
+    """Return the error in a response as JSON; errors of proxies get the form of svdpp's errors."""
     error: Any = None
     try:
         error = response.json()["error"]

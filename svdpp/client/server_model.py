@@ -1,4 +1,4 @@
-"""Model of a server: defaults and checks for lines of a jobs file; requests made from lines."""
+"""Model that a server runs: default values and checks for jobs, and requests for them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class ServerModel:
 
         Args:
             values: Sampling parameters from the command line's options, by name.
-            more: Further values of `LineDefaults`.
+            more: Further values of `LineDefaults`, with `max_pixels`, which the server's limit may
+                reduce.
 
         Raises:
             RequestError: A parameter is not for the model's family, or out of range.
@@ -91,7 +92,7 @@ class ServerModel:
             job: Job of a line.
 
         Raises:
-            RequestError: The server does not make such clips.
+            RequestError: The server does not offer the size or a LoRA, or the files are too large.
         """
         assert job.sampling is not None
         size, sizes = f"{job.sampling.width}x{job.sampling.height}", self.description["sizes"]
@@ -114,7 +115,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Check that the server has the LoRAs of a job, with the same content as local files."""
+        """Check that the server has a job's LoRAs, and that local LoRA files equal the server's."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -134,7 +135,7 @@ class ServerModel:
         """Return the body of a request for a job, with all parameters, and files in base64.
 
         Args:
-            job: Job of a line, checked.
+            job: Job that `check` has accepted.
 
         Raises:
             InputError: A file cannot be read, or has changed since it was checked.
@@ -170,8 +171,11 @@ class ServerModel:
 def server_model(answer: Mapping[str, Any]) -> ServerModel:
     """Return the model in a server's response to `/v1/models`.
 
+    Args:
+        answer: JSON of the response.
+
     Raises:
-        ServerError: The server is not an svdpp server, or has another version.
+        ServerError: The server accepts no batches, or this svdpp does not know its model's family.
     """
     try:
         (model,) = answer["data"]
@@ -199,7 +203,11 @@ def _sha256_of(path: Path) -> str:
 
 
 def _encoded(file: MediaFile) -> str:
-    """Return the content of a file in base64, after a check that it has not changed."""
+    """Return the content of a file in base64.
+
+    Raises:
+        InputError: The file cannot be read, or has changed since its SHA-256 was computed.
+    """
     try:
         content = file.path.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Zip archive of clips, which is created while it is sent, so that it is never whole in memory."""
+"""Zip archive of clips. It is created while it is sent, so the whole zip is never in memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 
-#: Maximum number of clips in an archive. The zip's directory and the lines of `CLIPS_FILE` are kept
-#: in memory until the archive is complete.
+#: Maximum number of clips in an archive. It limits the memory for the zip's directory and for the
+#: lines of `CLIPS_FILE`, which are kept until the archive is complete.
 MAX_CLIPS = 10_000
 #: Name of the file in the archive with the metadata of each clip, one JSON object a line.
 CLIPS_FILE = "clips.jsonl"
 
+# Size in bytes of the pieces in which files are read.
 _READ_BYTES = 256 * 2**10
 #: Earliest and latest modification times that the zip format can store.
 _EARLIEST, _LATEST = (1980, 1, 1, 0, 0, 0), (2107, 12, 31, 23, 59, 58)
@@ -61,18 +62,19 @@ class Archive(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         """Send the zip.
 
-        If a file cannot be read, log the error, because status 200 is already sent.
+        If a clip cannot be read, log the error. It cannot become an error response, because status
+        200 is already sent.
         """
         try:
             await super().stream_response(send)
-        except OutputError as error:  # status 200 is already sent, so the error is only logged
+        except OutputError as error:
             logger.warning("an archive could not be completed: {}", redact(error.message))
 
 
 class _Output:
     """Write-only file object that cannot seek.
 
-    `take` returns the bytes since the previous `take`.
+    `take` returns the bytes that were written since the previous `take`.
     """
 
     def __init__(self) -> None:
@@ -105,7 +107,8 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
             written_at = time.localtime(member.changed_at)[:6]
             info = zipfile.ZipInfo(member.name, min(max(written_at, _EARLIEST), _LATEST))
             info.external_attr = 0o644 << 16
-            info.file_size = member.size  # files of 4 GiB or more need the larger zip64 header
+            # By this size, `zipfile` decides whether the member needs the larger zip64 header.
+            info.file_size = member.size
             with archive.open(info, "w") as target:
                 while data := member.content.read(_READ_BYTES):
                     target.write(data)
@@ -117,7 +120,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
     """Yield the clips of an archive with readable names, and `CLIPS_FILE` as the last member.
 
     A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
-    clip has `file` null in `CLIPS_FILE`.
+    clip's line in `CLIPS_FILE` has `file` null.
 
     Raises:
         OutputError: The queue or the store does not answer.
@@ -134,7 +137,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # A missing file may mean that the data folder is not mounted.
+            # The file may be missing because the data folder is not mounted: `check` raises then.
             service.queue.store.check()
         else:
             name = _unique(clip_name(job), names)
@@ -148,7 +151,10 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Return a file name like `name` that is not in `taken`, ignoring case; add it to `taken`."""
+    """Return `name`, or a name such as `clip-2.mp4` if `taken` has `name`; add it to `taken`.
+
+    Names that differ only in case count as equal.
+    """
     path, number, found = PurePath(name), 1, name
     while found.casefold() in taken:
         number += 1

@@ -1,7 +1,7 @@
 """API keys and webhook secrets, read from files; check of the host of a server without keys.
 
-A key has 256 random bits, so its plain SHA-256 is safe to store: no one can guess a key, and a slow
-hash, which protects passwords, would only delay each request.
+The file of keys has the plain SHA-256 of each key. This is safe, because a key has 256 random bits,
+and nobody can guess it. A slow hash, such as for passwords, would only delay each request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _KEY_LINE = re.compile(rf"({_NAME.pattern})\s+([0-9a-f]{{64}})(?:\s+open=([1-9][0-9]{{0,5}}))?")
 _DIGIT = "[A-Za-z0-9+/]"
 _SECRET_LINE = re.compile(rf"whsec_((?:{_DIGIT}{{4}}){{8,21}}(?:{_DIGIT}{{2}}==|{_DIGIT}{{3}}=)?)")
-_NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" makes one'
+_NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" creates a secret'
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Owner:
 
 
 class Keys(dict[str, Owner]):
-    """Owners of the API keys that a server accepts, by each key's SHA-256."""
+    """Owners of the API keys that a server accepts, by the SHA-256 of the key."""
 
     def find_owner(self, key: str) -> Owner | None:
         """Return the owner of a client's key; None if the key is unknown.
@@ -46,7 +46,7 @@ class Keys(dict[str, Owner]):
         The comparison takes the same time however many characters of the key are right.
         """
         presented, match = _hash(key), None
-        # the loop has no `break`, so that its time does not depend on the keys
+        # the loop has no `break`, so that its time does not show which key matches
         for sha256, owner in self.items():
             if hmac.compare_digest(sha256, presented):
                 match = owner
@@ -54,11 +54,19 @@ class Keys(dict[str, Owner]):
 
 
 def check_host(host: str, key_file: Path | None) -> Keys | None:
-    """Return the API keys for a server; None for a server without keys on a loopback address.
+    """Return the API keys in a file. Without a file, check that `host` is a loopback address.
+
+    Args:
+        host: Name or address at which the server accepts requests.
+        key_file: File of keys; None: the server has no keys.
+
+    Returns:
+        The keys; None: the server has no keys, and other machines cannot reach it.
 
     Raises:
-        RequestError: Other machines could reach the server without a key.
-        InputError: The file of keys cannot be read, or has another format.
+        RequestError: Other machines can reach a server without keys, or the mode of the file gives
+            access to other users.
+        InputError: The file cannot be read, or is malformed.
     """
     if key_file is not None:
         return read_keys(key_file)
@@ -102,7 +110,8 @@ def add_key(path: Path, name: str) -> str:
         The key, which cannot be recovered from the file.
 
     Raises:
-        RequestError: The name has other characters or another length.
+        RequestError: The name has other characters or another length, or the mode of the existing
+            file gives access to other users.
         InputError: The existing file is not a file of keys.
         OutputError: The file cannot be written.
     """
@@ -127,12 +136,13 @@ def add_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read a file of keys: in each line a name, a hash and, optionally, `open=N`.
+    """Read a file of keys. Each line is `NAME HASH`, or `NAME HASH open=N` with `Owner.max_open`.
 
-    The last limit `open=N` of a name applies to all keys of this name. Error messages do not quote
-    lines, because a line may contain a key.
+    A name may have several keys, and so several lines. The last `open=N` applies to all of them.
+    Error messages do not quote lines, because a line may contain a key.
 
     Raises:
+        RequestError: The mode of the file gives access to other users.
         InputError: The file cannot be read, a line is malformed, or two names have the same hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
@@ -146,7 +156,12 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Read a file of secrets for signing webhooks. Each line is `whsec_` followed by base64."""
+    """Read a file of secrets for signing webhooks. Each line is `whsec_` followed by base64.
+
+    Raises:
+        RequestError: The mode of the file gives access to other users.
+        InputError: The file cannot be read, or a line is malformed.
+    """
     form = "whsec_ and 24 to 65 bytes in base64"
     lines = _read_lines(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
     return [base64.b64decode(line[1]) for line in lines]
@@ -155,7 +170,19 @@ def read_secrets(path: Path) -> list[bytes]:
 def _read_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
-    """Return the lines of a file that other users cannot read, without empty lines and comments."""
+    """Check that a file is private, and match each line that is not empty and not a comment.
+
+    Args:
+        path: Path of the file.
+        what: Kind of the file for error messages, such as `API key file`.
+        line: Pattern that each line has to match.
+        form: Format of a line for error messages.
+        hint: Hint of the errors about lines.
+
+    Raises:
+        RequestError: The mode of the file gives access to other users.
+        InputError: The file cannot be read, a line does not match, or no lines are left.
+    """
     file = f"{what} {str(path)!r}"
     content = read_small_file(path, what)
     mode = path.stat().st_mode

@@ -1,4 +1,4 @@
-"""Uploaded files with the lines of batches."""
+"""Uploaded files with the lines of batches. Each line is a request for a clip."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ MAX_FILE_BYTES_PER_KEY = 2**30
 
 
 class BatchFiles:
-    """Files with the lines of batches, and their rows. Any thread may call any method.
+    """Uploaded files with the lines of batches: their contents, and their rows in the database.
+
+    Any thread may call any method.
 
     Args:
-        queue: Queue of the jobs, whose store has the files.
+        queue: Queue of the jobs. The contents are in the store of this queue.
         table: Table with the rows of the files.
         uploads: Folder of uploaded files.
         check_accepts_jobs: Function that raises if the server accepts no jobs now.
@@ -41,10 +43,16 @@ class BatchFiles:
         self._check_accepts_jobs = check_accepts_jobs
 
     def add(self, source: BinaryIO, name: str, owner: Owner) -> BatchFile:
-        """Store a file of lines durably.
+        """Store an uploaded file durably: the content first, then its row.
+
+        Args:
+            source: Open file with the content.
+            name: File name from the client.
+            owner: Owner of the file.
 
         Raises:
-            ApiError: The files of this key have too many bytes, or the server accepts no files now.
+            ApiError: The owner's files would have too many bytes, or the server accepts no jobs
+                now.
             OutputError: The file cannot be stored.
         """
         self._check_accepts_jobs()
@@ -86,15 +94,16 @@ class BatchFiles:
             hint = ""
             batch = self._table.find_by_file(id)
             if batch is not None and batch.owner == owner.name:
-                hint = f"it had the lines of {batch.id}, and was removed when they became videos"
+                hint = f"it was removed when {batch.id} no longer needed it"
             raise ApiError(404, "file_not_found", f"there is no file {id[:60]!r}", hint)
         return file
 
     def content(self, file: BatchFile) -> Path:
-        """Return the path of the content of a file.
+        """Return the path of a file's content. If necessary, fetch the content from the store.
 
         Raises:
             ApiError: The content has been removed.
+            StorageUnavailableError: The store does not answer.
         """
         path = file.path(self._store.folder)
         self._store.fetch(path)
@@ -104,7 +113,7 @@ class BatchFiles:
         return path
 
     def remove(self, id: str, owner: Owner) -> None:
-        """Remove a file that no batch needs.
+        """Remove a file, if no batch still reads it.
 
         Raises:
             ApiError: The owner has no such file, or a batch with this file is still `validating`.
@@ -119,12 +128,12 @@ class BatchFiles:
     def discard(self, file: BatchFile) -> None:
         """Remove a file's content, then its row.
 
-        If the server dies in between, the row remains, and the file is removed again later.
+        If the server dies in between, the row remains, so that `remove_older` removes it later.
         """
         self._store.remove(file.path(self._store.folder))
         self._table.remove_file(file.id)
 
     def remove_older(self, before: float) -> None:
-        """Remove the files that were stored before a unix time and that no batch reads."""
+        """Remove the files that were stored before a unix time, except those that a batch reads."""
         for file in self._table.files_before(before):
             self.discard(file)

@@ -1,4 +1,4 @@
-"""Lines of a batch: reading and checks, the faults of all lines, and the results of their jobs."""
+"""Lines of a batch: reader with checks, collection of faults, and results of the lines' jobs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_LINES = 10_000
 MAX_FAULTS = 1000
 # Maximum number of characters of a `custom_id`.
 _MAX_CUSTOM_ID = 512
-# Maximum bytes of images in memory at the same time; the last image may exceed the limit.
+# Bytes of images at which `take_lines` stops, to limit the images in memory.
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -39,9 +39,13 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class CheckedLine:
-    """Line of a batch whose fields are valid, with the request (and its images) and the new job.
+    """Line of a batch, after a check of its fields.
 
-    `job` is not stored yet.
+    Args:
+        number: Number of the line in the file, from 1.
+        custom_id: Name of the line from the client.
+        request: Request in the line, with its images and videos.
+        job: Job for the request. It is not stored yet.
     """
 
     number: int
@@ -54,7 +58,10 @@ class CheckedLine:
 class LineFaults:
     """Collection of the faults of a batch's lines.
 
-    All faults are counted; the first ones are kept.
+    Args:
+        faults: The first `MAX_FAULTS` faults, as JSON objects; see `schemas.BatchFault`.
+        total: Number of all faults.
+        lines: Numbers of the lines with faults.
     """
 
     faults: list[dict[str, Any]] = field(default_factory=list)
@@ -62,14 +69,14 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add the faults of one line: one fault for each field that an error names."""
+        """Add the faults of a line: one for each entry of the error's `faults`, or the error."""
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
         self.total += len(each)
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # If an error names several fields, its hint is kept only for the unknown field, because
-            # it is about that field.
+            # An error has only one hint. If it has several faults, the hint is about the unknown
+            # field.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -84,12 +91,13 @@ class LineFaults:
 
 
 class LineReader:
-    """Reader of the lines of batches, which checks the fields of each line.
+    """Reader of the lines of batches. It also checks the fields of each line.
 
     Args:
         capabilities: Limits for the requests in lines.
-        new_job: Function that checks the fields of a request, and returns the job. It also gets the
-            text from which the seed is derived, and the hashes of LoRAs by name.
+        new_job: Function that checks the fields of a request, and returns a job. It gets the
+            request, the owner, the text from which the seed is derived, and the SHA-256 of LoRAs
+            by name.
     """
 
     def __init__(
@@ -101,13 +109,14 @@ class LineReader:
         self._new_job = new_job
 
     def check_all(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
-        """Check the fields of all lines of a file, without the images.
+        """Check the fields of all lines of a file. Images are not decoded.
 
         Returns:
-            Number of lines, and the SHA-256 of each LoRA that they name, by name.
+            Number of lines, and the SHA-256 of each LoRA in the lines, by the LoRA's name.
 
         Raises:
-            ApiError: A line has a fault; the details name the faults of all lines.
+            ApiError: Lines have faults, which the details list; or the file has no lines, or too
+                many.
         """
         faults, total, loras = LineFaults(), 0, dict[str, str]()
         for checked in self.read(source, owner, "", {}, faults):
@@ -126,13 +135,15 @@ class LineReader:
         loras: Mapping[str, str],
         faults: LineFaults,
     ) -> Iterator[CheckedLine]:
-        """Yield the lines of a file that have valid fields; add faults of other lines to `faults`.
+        """Yield each line with valid fields; add the faults of the other lines to `faults`.
 
         Args:
             source: Open file with the lines.
             owner: Owner of the lines.
-            seed_key: Text from which seeds are derived, with the line's `custom_id`.
-            loras: SHA-256 of LoRAs by name, which replace those of the servers that run now.
+            seed_key: Text that is the same for all lines. The seed of a line is derived from this
+                text and the line's `custom_id`.
+            loras: SHA-256 of LoRAs by name, as recorded when the batch was accepted. They take
+                precedence over the LoRAs that the servers have now.
             faults: Collection of faults.
 
         Raises:
@@ -151,7 +162,7 @@ class LineReader:
                 custom_id = line.custom_id
                 first = custom_ids.setdefault(custom_id, number)
                 if first != number:
-                    message = f"custom_id {custom_id[:60]!r} is that of line {first} already"
+                    message = f"custom_id {custom_id[:60]!r} is already used in line {first}"
                     raise ApiError(
                         422, "repeated_custom_id", message, field="custom_id", first_line=first
                     )
@@ -167,7 +178,7 @@ class LineReader:
 
 
 def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
-    """Take at most `most` of the next lines; stop when their images exceed `_SLICE_BYTES`."""
+    """Take the next lines, at most `most`; stop once their images have `_SLICE_BYTES`."""
     taken: list[CheckedLine] = []
     size = 0
     for line in islice(lines, most):
@@ -181,7 +192,8 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield number and bytes of each line that is not empty.
 
-    Lines that are too long are truncated.
+    A line of more than `MAX_JSON_BYTES` is truncated to one byte more, so that `_parse_line` can
+    report it.
     """
     source.seek(0)
     number = 0
@@ -196,7 +208,7 @@ def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_line(text: bytes) -> _Line:
-    """Parse a line, without a check of the request in its body.
+    """Parse a line. The request in its `body` is not checked.
 
     Raises:
         ApiError: The line is too long, is not a JSON object, or has unknown or missing keys.
@@ -213,7 +225,7 @@ def _parse_line(text: bytes) -> _Line:
             raise ValueError("the JSON value is not an object")
     except (ValueError, RecursionError) as error:
         reason = str(error)
-        message = f"it is no JSON object: {reason}"
+        message = f"the line is not a JSON object: {reason}"
         raise ApiError(422, "invalid_json", message, reason=reason) from None
     try:
         return _Line.model_validate(values)
@@ -222,13 +234,13 @@ def _parse_line(text: bytes) -> _Line:
             {"field": ".".join(map(str, each["loc"])), "reason": describe_fault(each)}
             for each in error.errors(include_url=False)
         ]
-        text_ = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults)
+        message = "; ".join(f"{fault['field']} {fault['reason']}" for fault in faults)
         hint = 'each line is {"custom_id", "method": "POST", "url": "/v1/videos", "body"}'
-        raise ApiError(422, "invalid_line", text_, hint, faults=faults) from None
+        raise ApiError(422, "invalid_line", message, hint, faults=faults) from None
 
 
 def _custom_id_in(text: bytes) -> str | None:
-    """Return the `custom_id` of a faulty line; None if the line has none."""
+    """Return the `custom_id` of a faulty line; None if it cannot be read."""
     with suppress(ValueError, RecursionError):
         values = json.loads(text)
         if isinstance(values, dict) and isinstance(values.get("custom_id"), str):
@@ -237,7 +249,11 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def line_fault(error: SvdppError) -> ApiError:
-    """Convert an error to the fault of a line. Errors of the server itself are raised again."""
+    """Return an error of the API for a fault of a line.
+
+    Raises:
+        SvdppError: `error`, if the server has caused it, and not the line.
+    """
     fault = to_api_error(error)
     if fault.status >= 500:
         raise error
@@ -253,23 +269,23 @@ def faulty_batch_error(faults: LineFaults) -> ApiError:
         422,
         "invalid_batch",
         text,
-        "details.faults has all of them; nothing of the batch is stored",
+        "details.faults lists them; nothing of the batch is stored",
         faults=faults.faults,
         num_faults=faults.total,
     )
 
 
 def line_result(job: Job, video: Video) -> BatchLineResult:
-    """Return the line of a batch's output file or error file for a job that has ended.
+    """Return a job's line in the output file or the error file of its batch.
 
     Args:
-        job: Job of the line.
+        job: Job that has ended.
         video: The API's representation of the job.
     """
     response: dict[str, Any] | None = {"status_code": 200, "request_id": job.id, "body": video}
     error = None
     if job.state is JobState.CANCELLED:
-        response, error = None, LineError(code="batch_cancelled", message="it was cancelled")
+        response, error = None, LineError(code="batch_cancelled", message="the clip was cancelled")
     elif job.error is not None and video.error is not None:
         status = to_api_error(error_from_dict(job.error)).status
         response = {"status_code": status, "request_id": job.id, "body": video}

@@ -1,4 +1,4 @@
-"""HTTP routes for batches and for the files of their lines, compatible with OpenAI's Batch API."""
+"""HTTP routes for batches and their files of lines, compatible with OpenAI's Batch API."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SPOOL_BYTES = 2**20
 
 
 def _parse_metadata(value: Any) -> Any:
-    """Parse `metadata` if its value is text, because a form sends `metadata` as JSON text."""
+    """Parse `metadata` if it is text: a form sends JSON text, and a JSON body an object."""
     return parse_json(value.encode()) if isinstance(value, str) else value
 
 
@@ -73,7 +73,7 @@ class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     endpoint: Annotated[
-        Literal["/v1/videos"], Field(description="Route to which each line is a request.")
+        Literal["/v1/videos"], Field(description="API route of the requests in the lines.")
     ] = "/v1/videos"
     completion_window: Annotated[
         str, Field(pattern=r"^[1-9][0-9]{0,3}[hd]$", description="Accepted, but has no effect.")
@@ -81,7 +81,7 @@ class _Options(BaseModel):
     metadata: Annotated[
         Annotated[dict[_Name, _Value], Field(max_length=_MAX_PAIRS)] | None,
         BeforeValidator(_parse_metadata),
-        Field(description="Texts by name, which responses about the batch repeat."),
+        Field(description="Texts by name. Responses about the batch include them."),
     ] = None
 
 
@@ -107,7 +107,11 @@ class FileForm(BaseModel):
 
 
 def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body, given the schema of each media type."""
+    """Return the OpenAPI description of a request body.
+
+    Args:
+        kinds: Schema of the body for each accepted media type: `form`, `json` or `lines`.
+    """
     names = {"form": "multipart/form-data", "json": JSON_MEDIA_TYPE, "lines": _LINES_TYPE}
     content = {names[name]: {"schema": schema} for name, schema in kinds.items()}
     return {"requestBody": {"required": True, "content": content}}
@@ -169,15 +173,19 @@ def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
 
 @routes.delete("/v1/files/{id}")
 def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
-    """Remove a file of request lines. A file with results is removed together with its videos."""
+    """Remove a file of request lines. A file with results exists as long as its videos."""
     service.batches.files.remove(id, owner)
     return DeletedFile(id=id)
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Find the batch that a results file belongs to; return it, and whether the file is for errors.
+    """Return the batch of a file with results, and whether the file is the one with errors.
 
-    Return None if no file with results has the id.
+    Returns:
+        None if the id is not that of a file with results.
+
+    Raises:
+        ApiError: The owner has no such batch.
     """
     for end, errors in OUTPUT_FILES.items():
         if id.endswith(end):
@@ -214,10 +222,10 @@ def _file_view(service: Service, file: BatchFile) -> FileView:
 async def create_batch(
     request: Request, service: ServiceDep, owner: OwnerDep, key: IdempotencyKey = None
 ) -> BatchView:
-    """Request many clips by the lines in a stored file or in the body.
+    """Request many clips: one for each line of a stored file or of the body.
 
-    The fields of all lines are checked before the response. If lines are faulty, the response names
-    the faults of all of them.
+    The fields of all lines are checked before the response. If lines have faults, the response
+    lists the faults of all lines.
     """
     check_idempotency_key(key)
     kind = request.headers["content-type"].partition(";")[0].strip().lower()
@@ -278,7 +286,7 @@ def get_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
 def cancel_batch(id: str, service: ServiceDep, owner: OwnerDep) -> BatchView:
     """Cancel the unfinished clips of a batch; finished clips stay.
 
-    While ranks still work on a clip of the batch, its status is `cancelling`. A repeated request
+    The status of the batch is `cancelling` while ranks still work on its clips. A repeated request
     changes nothing.
     """
     return _view(service, service.batches.cancel(id, owner))
@@ -323,7 +331,7 @@ def _body_error(error: Exception) -> Exception:
         text = f"the body must be a form as multipart/form-data: {error.detail}"
         return ApiError(400, "invalid_form", text, reason=error.detail)
     if isinstance(error, ClientDisconnect):
-        return HTTPException(400, "the client has gone")
+        return HTTPException(400, "the client has disconnected")
     assert isinstance(error, OSError)
     text = f"cannot store the body: {output_files.error_reason(error)}"
     return OutputError(text, "the disk of the server may be full")

@@ -1,8 +1,8 @@
 """Database tables of batches and their input files, beside the queue's table of jobs.
 
-A batch has a row, and each line of the batch becomes a row of `jobs`. The row of the batch has only
-values that the jobs lack: the owner, the number of lines that are jobs, and whether the batch
-failed or was cancelled. All other values, such as counts and times, are derived from the jobs.
+A batch has a row in `batches`, and each line of the batch becomes a row of `jobs`. The row of the
+batch has only values that the jobs lack, such as the number of lines that are jobs already, and
+whether the batch failed or was cancelled. Counts by state, for example, are derived from the jobs.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from svdpp.serve.queue_sql import insert_job
 
 
 class BatchState(StrEnum):
-    """State in the row of a batch. The status of a batch also depends on the batch's jobs."""
+    """State in the row of a batch. The status in the API also depends on the batch's jobs."""
 
     VALIDATING = "validating"
-    """State while lines are checked, and while not all lines are jobs yet."""
+    """State until all lines have been checked and have become jobs."""
     IN_PROGRESS = "in_progress"
     """State after all lines have become jobs. The jobs may have any state."""
     FAILED = "failed"
-    """State after a fault in a line was found. No line becomes a job."""
+    """State after a fault in a line was found. No further line becomes a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Requested batch. Times are unix seconds by the queue's clock.
+    """Batch of requests. Times are unix seconds by the queue's clock.
 
     Args:
         model_key: Key of the model for the batch's jobs; see `Job.model_key`.
-        stored_at: Time at which the last line became a job; None: not yet.
-        cancelled_at: Time at which the owner cancelled the batch; None: the owner did not.
-        input_file: Id of the file with the lines. The file is removed once all lines are jobs.
+        stored_at: Time at which the last line became a job; None: some lines are not jobs yet.
+        cancelled_at: Time at which the owner cancelled the batch; None: it is not cancelled.
+        input_file: Id of the file with the lines. The file is removed once all lines are jobs, or
+            the batch has failed or was cancelled.
         total: Number of lines.
         stored: Number of lines that are jobs. Lines become jobs in order.
-        loras: SHA-256 of each LoRA that a line names, by name, from when the batch was accepted.
-        errors: Faults of a failed batch, each with `line`, `param`, `code` and `message`.
+        loras: SHA-256 of each LoRA in the lines, by name, recorded when the batch was accepted.
+        errors: Faults because of which the batch failed, as JSON objects; see `schemas.BatchFault`.
     """
 
     id: str
@@ -95,6 +96,7 @@ class BatchCounts:
 
     by_state: dict[JobState, int] = field(default_factory=dict)
     last_end: float | None = None
+    """Unix time at which the last job ended; None or 0: no job has ended."""
 
     @property
     def open(self) -> int:
@@ -119,8 +121,8 @@ _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
 _JOB_COLUMNS = ", ".join(COLUMNS)
-# The end of a job is never before its start, even if the clock was set back. `JobQueue` ensures
-# this in the same way.
+# If the clock was set back, `finished_at` is `created_at`, so that no duration is negative. The
+# limit keeps transactions short.
 _CANCEL_WAITING = """
 UPDATE jobs SET state = 'cancelled',
     finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
@@ -133,8 +135,8 @@ UPDATE batches SET cancelled_at = clock() WHERE id = ? AND cancelled_at IS NULL
     AND state != 'failed' AND (state = 'validating' OR EXISTS (
         SELECT 1 FROM jobs WHERE batch_id = batches.id AND state IN ('queued', 'in_progress')))
 """
-# This statement changes the row only if the batch is unchanged: another server may have stored the
-# same lines, or the owner may have cancelled the batch.
+# This statement changes no row if the batch has changed since it was read: another server may have
+# stored the same lines, or the owner may have cancelled the batch.
 _ADD_LINES = """
 UPDATE batches SET stored = stored + ?,
     state = CASE WHEN stored + ? >= total THEN 'in_progress' ELSE state END,
@@ -145,13 +147,16 @@ _FAIL = """
 UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
 WHERE id = ? AND state = 'validating' RETURNING id
 """
-# A batch has no clips any more if all were removed by DELETE or because of their age.
+# Removes failed batches, and batches whose jobs have all been removed by DELETE or because of their
+# age.
 _REMOVE_ENDED = """
 DELETE FROM batches WHERE failed_at < ?
     OR ((state = 'in_progress' OR cancelled_at < ?)
         AND NOT EXISTS (SELECT 1 FROM jobs WHERE batch_id = batches.id))
 RETURNING id
 """
+# Open lines of each owner: jobs that have not ended, and lines that are not jobs yet. The format
+# takes a condition for the jobs.
 _OPEN_LINES = """
 SELECT owner, count(*) FROM jobs
 WHERE state IN ('queued', 'in_progress') AND {} GROUP BY owner
@@ -161,7 +166,7 @@ WHERE state = 'validating' AND cancelled_at IS NULL GROUP BY owner
 
 
 class BatchTable:
-    """Table of the batches in a queue. Any thread may call any method.
+    """Tables of the batches in a queue, and of their files. Any thread may call any method.
 
     Each change is durable when its method returns. Every method raises OutputError if the queue
     cannot be used.
@@ -174,14 +179,14 @@ class BatchTable:
     # --- files with the lines of batches ----------------------------------------------------------
 
     def add_file(self, file: BatchFile, max_bytes: int) -> None:
-        """Store the row of a file, after the content was stored.
+        """Store the row of a file. The content has to be stored before.
 
         Args:
             file: File to add.
             max_bytes: Maximum bytes of all files of the file's owner.
 
         Raises:
-            QueueFullError: The owner's files would have more bytes.
+            QueueFullError: The owner's files would have more than `max_bytes`.
         """
         with self._backend.transaction(advisory_lock="add") as connection:
             query = "SELECT coalesce(sum(bytes), 0) FROM batch_files WHERE owner = ?"
@@ -204,7 +209,7 @@ class BatchTable:
         return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
 
     def remove_file(self, id: str) -> bool:
-        """Remove the row of a file, after the content; return whether the row existed."""
+        """Remove the row of a file whose content was removed; return whether the row existed."""
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
@@ -220,10 +225,14 @@ class BatchTable:
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
         """Store a new batch, or return the batch that an equal earlier request created.
 
+        Requests are equal if they have the same owner and idempotency key. A line is open until its
+        job has ended.
+
         Args:
             batch: New batch.
-            max_open: Maximum number of open lines of all batches.
-            max_open_of_owner: Maximum number of open jobs of the batch's owner. None: no limit.
+            max_open: Maximum number of open lines of all batches together.
+            max_open_of_owner: Maximum number of the owner's open lines and other open jobs; None:
+                no limit.
 
         Raises:
             QueueFullError: A limit would be exceeded.
@@ -255,16 +264,16 @@ class BatchTable:
         return batch
 
     def add_lines(self, batch: Batch, jobs: Sequence[Job], *, until: float = math.inf) -> bool:
-        """Store the next lines of a batch as jobs: all lines or none.
+        """Store jobs for the next lines of a batch: all of them, or none.
 
         Args:
             batch: Batch as last read from the table.
-            jobs: Jobs of the lines from `batch.stored` on.
-            until: Latest time, in seconds of `clock.uptime`, at which the jobs may be stored;
-                later, other servers may have removed the jobs' images.
+            jobs: Jobs for the next lines, the first of which has the index `batch.stored`.
+            until: Latest time, in seconds of `clock.uptime`, at which the jobs may be stored. After
+                this time, other servers may have removed the jobs' images.
 
         Returns:
-            Whether the jobs were stored; False: the batch has changed since it was read.
+            Whether the jobs were stored. False: the batch has changed since it was read.
 
         Raises:
             OutputError: The time `until` has passed, or the queue cannot be used.
@@ -289,12 +298,12 @@ class BatchTable:
         """Mark an open batch as cancelled, so that no further line becomes a job.
 
         Returns:
-            Whether the batch was marked.
+            Whether the batch was marked. False: it has ended, or was marked before.
         """
         return bool(self._change(f"{_CANCEL} RETURNING id", id))
 
     def cancel_waiting(self, id: str) -> list[str]:
-        """Cancel some of a batch's waiting jobs, and return their ids; empty: no job waits."""
+        """Cancel up to 500 queued jobs of a batch; return their ids, empty if none is queued."""
         return [job for (job,) in self._change(_CANCEL_WAITING, id)]
 
     def running(self, id: str) -> list[str]:
@@ -303,7 +312,10 @@ class BatchTable:
         return [job for (job,) in self._backend.fetch_all(query, id)]
 
     def half_cancelled(self) -> list[str]:
-        """Return the ids of cancelled batches with queued jobs, which a killed server has left."""
+        """Return the ids of cancelled batches that still have queued jobs.
+
+        A server that is killed while it cancels a batch leaves such jobs.
+        """
         query = (
             "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
             "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
@@ -311,10 +323,10 @@ class BatchTable:
         return [id for (id,) in self._backend.fetch_all(query)]
 
     def remove_ended(self, before: float) -> list[str]:
-        """Remove the rows of ended batches without clips, and return the batches' ids.
+        """Remove the rows of failed batches, and of batches without jobs; return the batches' ids.
 
         Args:
-            before: Unix time. A batch that failed or was cancelled after this time stays.
+            before: Unix time. Batches that failed or were cancelled after this time stay.
         """
         return [id for (id,) in self._change(_REMOVE_ENDED, before, before)]
 
@@ -359,7 +371,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the number of jobs by state, for each batch id. Removed clips do not count."""
+        """Return the counts of each batch, by the batch's id. Removed clips do not count."""
         marks = ", ".join("?" for _ in ids)
         query = (
             "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "
@@ -375,12 +387,12 @@ class BatchTable:
         }
 
     def num_open(self) -> int:
-        """Return the number of open lines of all batches: lines without a job, and open jobs."""
+        """Return the number of lines of all batches that are not jobs yet or whose job is open."""
         rows = self._backend.fetch_all(_OPEN_LINES.format("batch_id IS NOT NULL"))
         return int(sum(number for _, number in rows))
 
     def jobs(self, id: str, states: Iterable[JobState], page: int = 200) -> Iterator[Job]:
-        """Yield the jobs of a batch that have certain states, in the order of the lines.
+        """Yield the jobs of a batch in certain states, in the order of their lines.
 
         Args:
             id: Id of the batch.
@@ -404,14 +416,14 @@ class BatchTable:
 
 
 def check_same_batch(existing: Batch, batch: Batch) -> Batch:
-    """Check that a new batch equals the existing one with its idempotency key; return the latter.
+    """Check that two batches with the same idempotency key are equal; return the existing one.
 
     Args:
-        existing: Batch that was stored with the idempotency key.
-        batch: Batch of the new request with this key.
+        existing: Batch that an earlier request has stored.
+        batch: Batch of the new request.
 
     Raises:
-        RequestError: The new batch has other lines, `metadata` or `completion_window`.
+        RequestError: The batches differ in their lines, `metadata` or `completion_window`.
     """
     for name in ("input_sha256", "metadata", "completion_window"):
         if getattr(existing, name) != getattr(batch, name):

@@ -3,8 +3,8 @@
 The fields of all lines are checked before a batch is accepted, so the client gets the faults of all
 lines at once. Decoding thousands of images takes minutes. So a thread decodes the images later,
 while the state of the batch is `validating`, and then stores the jobs, some lines at a time. The
-batch's row has the number of lines that are jobs. So the thread can continue after a restart, or
-another server of a fleet can.
+batch's row counts the lines that are jobs already. After a crash, the restarted server or another
+one of the fleet continues from there.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from svdpp.serve.schemas import ApiError, Video
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.uploads import MAX_DECODERS, DecodedImages, UploadStore
 
-#: Maximum total number of lines of all batches whose jobs have not ended.
+#: Maximum number of open lines of all batches together. A line is open until its job has ended.
 MAX_OPEN_LINES = 20_000
-#: Seconds after which failed batches are removed, and files that no batch reads.
+#: Maximum age in seconds of failed batches, and of files that no batch reads.
 RETENTION_SECONDS = 86400
 
-#: Route of the API to which each line of a batch is a request.
+#: API route of the requests in the lines of a batch.
 ENDPOINT = "/v1/videos"
 # Seconds between two searches for batches that another server has accepted, and between two
 # cleanups.
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
-# Number of lines whose images are decoded, or that become jobs, before another batch continues.
+# Lines of one batch that are processed before another batch gets its turn: the first number while
+# images are decoded, the second while lines become jobs.
 _DECODED_LINES, _STORED_LINES = 16, 100
 
 
@@ -75,13 +76,13 @@ class Batches:
         on_stored: Callable[[], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
-        """Take the queue, and the functions with which the service handles a request for one clip.
+        """Create the tables and the thread for batches. The thread is not started.
 
         Args:
             queue: Queue of the jobs.
             capabilities: Limits for the requests in lines.
             uploads: Folder of uploaded files.
-            request_files: Checks and storage of the images and videos of a request.
+            request_files: Checker and store of the images and videos in requests.
             keep_seconds: Age in seconds at which clips are removed; None: clips are kept.
             check_accepts_jobs: Function that raises if the server accepts no jobs now.
             new_job: Function that checks the fields of a request, and returns the job; see
@@ -106,8 +107,8 @@ class Batches:
         self._on_cancelled = on_cancelled
         self._clock = SteadyClock()
         self._tidy_at = 0.0
-        # Results of decoding the images of each batch. If the disk fails, the results are kept, so
-        # that the images need not be decoded again.
+        # Results of decoding images, by the id of the batch. They are kept after a failure of the
+        # disk, so that a retry does not decode the images again.
         self._decoded: dict[str, DecodedImages] = {}
         self.thread = PeriodicThread(
             "batches", self._run_once, _LOOK_SECONDS, error_message="batches are not processed"
@@ -133,7 +134,7 @@ class Batches:
 
         Args:
             owner: Owner of the batch.
-            idempotency_key: Key that a client repeats with a repeated request; None: no key.
+            idempotency_key: Key that is the same in repetitions of a request; None: no key.
             input_file_id: Id of the stored file with the lines; None: `source` has the lines.
             source: Open file with the lines; None: `input_file_id` names a stored file.
             name: File name of `source` from the client.
@@ -172,7 +173,7 @@ class Batches:
         except QueueFullError as error:
             raise _full_error(error.details) from error
         finally:
-            # A file that this request has stored is of no use without the batch.
+            # The file was stored by this request, and nobody needs it if the batch was not stored.
             if input_file_id is None and not self._is_stored(batch):
                 with suppress(OutputError):
                     self.files.discard(file)
@@ -184,10 +185,10 @@ class Batches:
     def _check_lines(
         self, owner: Owner, input_file_id: str | None, source: BinaryIO | None, name: str
     ) -> tuple[BatchFile, int, dict[str, str]]:
-        """Check the fields of all lines, then store `source` if no stored file is named.
+        """Check the fields of all lines. Without `input_file_id`, store `source` after the check.
 
         Returns:
-            File with the lines, number of lines, and SHA-256 of each LoRA that they name, by name.
+            File with the lines; number of lines; SHA-256 of each LoRA in the lines, by name.
         """
         if input_file_id is None:
             assert source is not None
@@ -243,7 +244,8 @@ class Batches:
 
         Args:
             batch: Batch.
-            errors: Whether to yield the error file, with the jobs that ended without a clip.
+            errors: Whether to yield the error file, for jobs that failed or were cancelled. False:
+                the output file, for completed jobs.
             view: Function that returns the API's representation of a job.
 
         Raises:
@@ -282,9 +284,10 @@ class Batches:
             raise failure
 
     def _store(self, id: str) -> Iterator[None]:
-        """Turn the lines of a batch into jobs, some at a time, unless another server is doing so.
+        """Turn the lines of a batch into jobs, some at a time.
 
-        Each `yield` lets another batch continue.
+        At each `yield`, another batch gets its turn. If another server works on the batch, this
+        method does nothing.
         """
         with self._queue.backend.lock(id) as is_held:
             batch = self.table.get(id)
@@ -349,12 +352,13 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[None]:
-        """Store those lines that are not jobs yet as jobs, some at a time."""
+        """Store jobs for the lines that are not jobs yet, some at a time."""
         lines = self._lines.read(source, owner, batch.id, batch.loras, faults)
         lines = islice(lines, batch.stored, None)
         while some := take_lines(lines, _STORED_LINES):
             if faults.total:
                 return
+            # Later, the search for orphans may remove these lines' images, which no job names yet.
             until = uptime() + ORPHAN_SCAN_SECONDS / 2
             with ExitStack() as uploads:
                 try:
@@ -380,10 +384,10 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[Job]:
-        """Store the files of lines, and yield each line's job.
+        """Store the images and videos of lines, and yield each line's job.
 
-        `uploads` gets a callback for each stored file, which removes the file if storing the jobs
-        fails.
+        For each stored file, `uploads` gets a callback that removes the file. The caller cancels
+        the callbacks once the jobs are stored.
         """
         now = self._queue.now()
         for index, line in enumerate(lines, start=batch.stored):

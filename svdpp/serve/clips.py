@@ -1,4 +1,4 @@
-"""Checks whether the ranks can make a clip, and conversion of queued jobs to pipeline requests."""
+"""Checks whether the ranks can make a clip; converter of queued jobs to pipeline requests."""
 
 from __future__ import annotations
 
@@ -28,16 +28,18 @@ from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
 
+# Maximum number of results that `Admission` caches.
 _MAX_SHAPES = 256
-# Seconds beyond the expected time to prepare a large image. An image that is not prepared by then
-# is not waited for any longer: its job is submitted like any other job.
+# Seconds that a job waits for its large image beyond the expected time to prepare the image. After
+# this time, the job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 
 class Admission:
     """Checks whether the ranks can make a requested clip. Any thread may call any method.
 
-    Clips with the server's default sampling parameters always pass.
+    The route of a clip lists the ranks that run its stages and steps. Clips with the server's
+    default sampling parameters pass all checks.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -72,7 +74,11 @@ class Admission:
         return None if error is None else error.message
 
     def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Check that a clip has all inputs that the model needs, and no others."""
+        """Check that a clip has all inputs that the model needs, and no others.
+
+        Raises:
+            RequestError: An image, video or prompt is missing or superfluous.
+        """
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)
 
@@ -130,8 +136,8 @@ class Admission:
         return None
 
 
-#: Sampling parameters that the memory of a clip depends on. The use of guidance is added
-#: separately.
+#: Sampling parameters on which the memory of a clip depends. It also depends on guidance, which
+#: `_shape_only` adds.
 _SHAPE = (
     *("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length"),
     *("from_image", "has_last_image", "num_references"),
@@ -139,7 +145,10 @@ _SHAPE = (
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """Return only those parameters of a clip on which its memory depends, as a key of the cache."""
+    """Return parameters that are equal for clips with equal memory, as a key of the cache.
+
+    Parameters on which memory does not depend have their defaults.
+    """
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
     scale = "guidance_scale" if "guidance_scale" in names else "max_guidance_scale"
@@ -175,7 +184,7 @@ class RunningClip:
 
     @property
     def progress(self) -> ClipProgress:
-        """Progress of the clip, including the steps of its latent checkpoint."""
+        """Progress of the clip, including the steps that its latent checkpoint has saved."""
         if self.handle is not None:
             return self.handle.progress
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
@@ -204,12 +213,11 @@ class RequestBuilder:
         self._loras = LoraCatalog(checkpoint)
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
-        # Key and number of finished steps of each latent checkpoint that this server has in the
-        # store.
+        # Latent checkpoints of this server's jobs in the store: key and number of finished steps.
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
-        """Return a job as a clip for the pipeline, continued from its latest latent checkpoint.
+        """Return the clip for a job. It continues from the job's latest latent checkpoint, if any.
 
         Input files that are only in the store are fetched to the data folder.
         """
@@ -229,17 +237,17 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
-        # a job that the ranks cannot make raises an error, and has no checkpoints
+        # an error means that the ranks cannot make the job: it has no checkpoints
         with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
     def remove_all_latents(self) -> None:
-        """Remove the latent checkpoints of all jobs. To be called only if no job is unfinished."""
+        """Remove the latent checkpoints of all jobs. Call this only if all jobs have ended."""
         for key, _ in tensor_files.list_checkpoints(self.latents_folder):
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Upload new latent checkpoints to the store; delete from it those that the folder lacks.
+        """Upload new latent checkpoints to the store; delete there those that the folder lacks.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -269,8 +277,8 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # The checkpoints are added after they were fetched, because `publish_latents` deletes
-        # objects that the folder lacks.
+        # The set changes only after the fetch. Before it, `publish_latents` would delete the
+        # checkpoints from the store, because the folder lacks them.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:
@@ -280,7 +288,7 @@ class RequestBuilder:
         if self._checkpoint is None:
             return ClipInput()
         path, paths = job.input_path(self.folder), job.further_paths(self.folder)
-        photo = None if path is None else MediaFile(path, job.input_sha256, 0, 0)
+        media_file = None if path is None else MediaFile(path, job.input_sha256, 0, 0)
         further = {
             name: MediaFile(file, job.further_inputs[name], 0, 0) for name, file in paths.items()
         }
@@ -288,7 +296,7 @@ class RequestBuilder:
         names = reference_names(job.sampling.num_references)
         references = tuple(further.pop(name) for name in names)
         return ClipInput(
-            photo,
+            media_file,
             job.prompt,
             job.negative_prompt,
             videos=tuple(further.items()),

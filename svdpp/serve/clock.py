@@ -1,7 +1,7 @@
 """Unix clock that ignores jumps of the machine's clock, and a check that two clocks agree.
 
-Files and jobs are deleted by their age. A machine's clock that jumps ahead, or that differs from
-the database's clock, would make all of them look old, and all of them would be deleted.
+Files and jobs are deleted because of their age. If the machine's clock jumped ahead, or differed
+from the database's clock, all of them would look old, and would be deleted.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from svdpp.errors import OutputError
 #: Maximum difference of two clocks in seconds. If two clocks differ by more, no file or job is
 #: deleted because of its age.
 MAX_SKEW = 60.0
-#: Seconds after a server's start during which no file or job is deleted because of its age. A
-#: machine that has just booted may have a wrong clock until NTP sets the clock; `check_skew` then
-#: reports the jump.
+#: Seconds after a server's start during which no file or job is deleted because of its age. The
+#: clock of a machine that has just booted may be wrong until NTP sets it. The clock then jumps, and
+#: `check_skew` reports the jump.
 SETTLING_SECONDS = 600.0
 
 
 class ClockError(OutputError):
-    """Error for two clocks that differ by more than `MAX_SKEW`, so that ages are unknown.
+    """Error for two clocks that differ by more than `MAX_SKEW`, so that ages are not reliable.
 
     The error's details have `skew_seconds`, positive if this machine's clock is ahead.
     """
@@ -44,7 +44,7 @@ class SteadyClock:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `SETTLING_SECONDS` have passed, so that NTP has had time to set the clock."""
+        """Whether `SETTLING_SECONDS` have passed since the start: NTP had time to set the clock."""
         return uptime() - self._created >= SETTLING_SECONDS
 
     def now(self) -> float:
@@ -74,7 +74,7 @@ def check_skew(seconds: float, other: str) -> None:
     direction = "ahead of" if seconds > 0 else "behind"
     raise ClockError(
         f"the clock of this machine is {abs(seconds):.0f} s {direction} {other}: nothing is "
-        "deleted by its age",
+        "deleted because of its age",
         "set the clock by NTP; if this is the right time, start the server again",
         details={"skew_seconds": round(seconds)},
     )

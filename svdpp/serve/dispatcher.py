@@ -67,25 +67,26 @@ class Dispatcher:
         # Maximum number of clips in the pipeline: one for each rank, and one more that waits at the
         # first rank of each replica.
         self._max_running = config.world_size + config.parallel.data_parallel_size
+        # Maximum number of clips in the pipeline that no rank has begun.
         self._max_waiting = 2 * config.parallel.data_parallel_size
         self._next_clip = 0
         self._clips: dict[str, RunningClip] = {}
         self.recent_jobs: dict[int, Job] = {}
-        """Jobs by the indices of their clips. Jobs of ended clips stay, because ranks may report
-        later."""
+        """Jobs by the index of their clip in the pipeline. Jobs of ended clips stay for a while,
+        because ranks may still report events of these clips."""
         self._done: deque[tuple[str, ClipHandle, bool]] = deque()
         self._to_cancel: set[str] = set()
         # Ids of jobs that this server has retried because a file could not be read or written.
         self._retried_files = deque[str](maxlen=_MAX_RECENT_JOBS)
         self._num_encoders = sum(roles.encode for roles in config.layout.roles)
         self.preparing: RunningClip | None = None
-        """Clip whose large image the ranks prepare while they make other clips; None if there is
-        none."""
+        """Clip whose large image the ranks prepare while they make other clips. None: no image is
+        being prepared."""
         self._seconds_per_pixel = _SECONDS_PER_PIXEL
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
-        """Whether latent checkpoints may exist, perhaps of finished clips."""
+        """Whether latent checkpoints may exist, even if no job is unfinished."""
         self.unavailable_reason = ""
         """Reason why no clip is begun or accepted, such as a full disk; empty if clips can be
         made."""
@@ -101,16 +102,16 @@ class Dispatcher:
             self._changed.notify_all()
 
     def request_cancel(self, job_id: str) -> None:
-        """Ask the ranks to skip a job that is marked as cancelled in the queue."""
+        """Make the engine's thread cancel the clip of a job, if the pipeline has the clip."""
         with self._changed:
             self._to_cancel.add(job_id)
             self._changed.notify_all()
 
     def revoke(self, claims: Iterable[tuple[str, int]]) -> None:
-        """Stop work on jobs whose claims this server has lost, and discard the results.
+        """Cancel the clips of jobs whose claims this server has lost.
 
         Args:
-            claims: Job id and token of each lost claim.
+            claims: Job id and fencing token of each lost claim.
         """
         for id, token in claims:
             clip = self.get(id)
@@ -161,7 +162,7 @@ class Dispatcher:
         return 0 if clip is None else clip.progress.steps_done
 
     def job_id_of(self, clip: int | None) -> str | None:
-        """Return the id of the job whose clip has an index; None if the clip is unknown."""
+        """Return the id of the job that clip number `clip` is for; None if it is unknown."""
         job = None if clip is None else self.recent_jobs.get(clip)
         return None if job is None else job.id
 
@@ -193,7 +194,7 @@ class Dispatcher:
         )
 
     def reset(self) -> None:
-        """Forget the clips of a pipeline that has ended, before a new pipeline starts."""
+        """Forget the indices of clips in a pipeline that has ended, before a new one starts."""
         self._next_clip = 0
         self.recent_jobs.clear()
         self.preparing = None
@@ -204,8 +205,8 @@ class Dispatcher:
         self._forward_cancellations()
         self._check_storage()
         while self._can_claim:
-            # The flags are reset before the queue is read, because other threads may set or read
-            # them meanwhile.
+            # The flags are reset before the queue is read. Otherwise a `wake` during the read would
+            # be lost.
             self._is_queue_empty = self._is_woken = False
             if (clip := self.preparing) is not None and clip.is_prepared:
                 self.preparing = None
@@ -220,7 +221,7 @@ class Dispatcher:
             self.has_latents = True
             self._start(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
-            # A server that was killed soon after the end of a clip may have left latent
+            # A server that was killed just after a clip ended has left the clip's latent
             # checkpoints.
             if not self._retry_while_unavailable(self._queue.has_unfinished):
                 self._request_builder.remove_all_latents()
@@ -236,14 +237,14 @@ class Dispatcher:
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
-        # The job's earlier claim by this server expired, and the clip is still running.
+        # If the clip is still running, this server has lost an earlier claim of the same job.
         if (running := self.get(job.id)) is not None:
             self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
             return
         try:
             clip = self._request_builder(job)
-        # This server cannot reach the files now, but perhaps another server can.
+        # Another server may be able to reach the files.
         except BackendUnavailableError:
             self._requeue(job)
             self._check_storage()
@@ -258,6 +259,9 @@ class Dispatcher:
         """Let the ranks prepare a clip's image before the clip is submitted, if the image is large.
 
         Other jobs are submitted meanwhile.
+
+        Returns:
+            Whether the ranks prepare the image. False: the clip can be submitted at once.
         """
         if self.preparing is not None or not clip.job.has_large_image or clip.request.done_steps:
             return False
@@ -299,7 +303,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Append a finished clip to the list that `record_results` processes, and wake its thread.
+        """Queue a finished clip for `record_results`, and wake the engine's thread.
 
         The pipeline's thread calls this method.
         """
@@ -371,12 +375,12 @@ class Dispatcher:
             self._request_builder.remove_latents(job)
 
     def requeue_all(self, error: BaseException, blamed: set[str]) -> None:
-        """Requeue the jobs that the ranks had or would have got next, because the ranks have ended.
+        """Requeue all jobs that this server has claimed, after the ranks have ended.
 
         Args:
-            error: Reason for the end of the ranks.
-            blamed: Ids of jobs during which ranks died. For these jobs, the claim counts as a
-                failed attempt.
+            error: Error that has ended the ranks.
+            blamed: Ids of jobs during which ranks died. This counts as a failed attempt: a job with
+                `MAX_ATTEMPTS` of them fails, and is not requeued.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})
@@ -406,8 +410,8 @@ class Dispatcher:
             logger.warning("{} is made again: the file of the finished clip is missing", job.id)
             self._requeue(job)
             return
-        # If another server has claimed the job, this change fails, and the clip's file is removed
-        # later.
+        # If another server has claimed the job, this change does nothing, and the clip's file is
+        # removed later.
         self._apply(job, lambda: self._queue.complete(job.id, metadata, job.fencing_token))
 
     def _record_failed(self, job: Job, error: BaseException) -> bool:
@@ -419,7 +423,7 @@ class Dispatcher:
         self._is_queue_empty = False
 
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:
-        """Run a change of a job, and notify followers; return whether the job was changed."""
+        """Change a job in the queue, and call `on_changed`; return whether the job was changed."""
         is_changed = self._retry_while_unavailable(change)
         self._retry_while_unavailable(lambda: self.notify(job.id))
         return is_changed
@@ -428,7 +432,7 @@ class Dispatcher:
         """Call a function that uses the queue or the files; retry until they are available.
 
         Raises:
-            OutputError: The queue or the files are still unavailable after the grace period.
+            OutputError: The queue or the files are unavailable at the end of the grace period.
         """
         logged = ""
         while True:

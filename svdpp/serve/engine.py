@@ -27,12 +27,13 @@ from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, RankStats, StepDone
 
+# Age in seconds of the oldest spans that are shown, and maximum number of spans in memory.
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 _POLL_SECONDS = 0.25
-# Seconds of waiting before the first restart of the ranks, and their maximum. The time doubles with
-# each restart, until a clip is completed.
+# Seconds before the first restart of the ranks, and maximum seconds before a later one. The time
+# doubles with each restart; a completed clip sets it back to the first value.
 _MIN_BACK_OFF, _MAX_BACK_OFF = 1.0, 60.0
 # Seconds after the grace period within which the ranks and the engine thread must end. Ranks that
 # still run after this time are killed.
@@ -90,9 +91,10 @@ class Engine:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Let the ranks finish clips during a grace period; then drop other clips, end the ranks.
+        """Let the ranks finish clips for a grace period; then drop the other clips, end the ranks.
 
-        The jobs of dropped clips stay in progress in the queue, until `JobQueue.requeue_expired`.
+        The jobs of dropped clips stay in progress in the queue, until `JobQueue.release` or
+        `JobQueue.requeue_expired`.
 
         Args:
             grace_seconds: Length of the grace period in seconds.
@@ -151,7 +153,7 @@ class Engine:
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
-        """Return the id of the job whose clip has an index in the pipeline; `clip N` if unknown."""
+        """Return the id of the job that clip number `clip` is for; `clip N` if it is unknown."""
         return self.dispatcher.job_id_of(clip) or f"clip {clip}"
 
     # --- one pipeline after another, in the engine thread ----------------------------------------
@@ -237,7 +239,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the id of the job during which a rank died; if unknown, ids of all begun jobs."""
+        """Return the id of the job during which a rank died, or if unknown, of all begun jobs."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
@@ -262,12 +264,13 @@ class Engine:
 
 @dataclass(frozen=True)
 class RankSnapshot:
-    """Current action of a rank, and its latest sample of memory and load."""
+    """Current action of a rank, and the latest sample of the rank's memory and load."""
 
     rank: int
     device: str
     """Device of the rank, such as `cuda:0`; empty until the rank has started."""
     video: str | None
+    """Id of the job that the action is for; None between two actions."""
     action: str
     """Kind of the rank's present action, in lower case; empty between two actions."""
     step: int | None
@@ -284,6 +287,7 @@ class RankSpan:
 
     rank: int
     video: str | None
+    """Id of the job that the action was for; None if the job is unknown."""
     kind: str
     """Kind of the action in lower case: `encode`, `denoise` or `decode`."""
     start: float
@@ -293,10 +297,12 @@ class RankSpan:
 @dataclass
 class _RankState:
     device: str = ""
+    # Seconds by which the rank's monotonic clock is ahead of this machine's.
     clock_ahead: float = 0.0
     action: Action | None = None
     step: int = -1
     waits: bool = False
+    # Monotonic time at which the action began, or began or ended to wait.
     since: float = 0.0
     stats: dict[str, float | int | None] | None = None
 
@@ -321,7 +327,7 @@ class RankMonitor:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Update what is known of a rank with an event that the rank has reported."""
+        """Update the state and the spans of a rank from an event that the rank has reported."""
         with self._lock:
             state = self._ranks[rank]
             match event:
@@ -348,7 +354,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the span of an action; empty if the page does not show actions of this kind.
+        """Return the span of an action; empty if the web page does not show its kind.
 
         Args:
             rank: Rank that ran the action.

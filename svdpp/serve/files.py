@@ -21,6 +21,7 @@ from svdpp.serve.schemas import ApiError, error_response
 
 # One range of a Range header. Its offsets have at most 18 digits, which suffice for any file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
+# Maximum number of characters of a prompt that a file name has.
 _NAME_CHARACTERS = 60
 
 
@@ -69,7 +70,7 @@ class PrivateFile(FileResponse):
             size = self.stat_result.st_size
             ranges = _ranges(text, size) if self._range_applies(headers) else None
             if ranges == []:
-                message = f"the file has {size} bytes, and the range {text[:60]!r} none of them"
+                message = f"the file has {size} bytes, and {text[:60]!r} is outside of it"
                 range_headers = {"Content-Range": f"bytes */{size}"}
                 error = ApiError(
                     416, "range_not_satisfiable", message, headers=range_headers, bytes=size
@@ -93,7 +94,7 @@ class PrivateFile(FileResponse):
         return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
     def _range_applies(self, headers: Headers) -> bool:
-        """Whether the client's If-Range header is missing, or names this version of the file."""
+        """Whether Range applies: If-Range is missing, or names this version of the file."""
         tag = headers.get("if-range")
         return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
 
@@ -108,7 +109,14 @@ def clip_name(job: Job) -> str:
 
 
 def input_name(job: Job, path: Path) -> str:
-    """Return the readable file name of a job's input file, given the path of the stored file."""
+    """Return the readable file name of a job's input file, such as `chelsea.png`.
+
+    A further input file is named by its field, such as `control_video.mp4`.
+
+    Args:
+        job: Job with the input file.
+        path: Path of the stored file.
+    """
     return f"{_stem(job)}{path.suffix}" if path.name == job.input_file else f"{path.suffix[1:]}.mp4"
 
 
@@ -125,7 +133,7 @@ def content_disposition(name: str, kind: Literal["inline", "attachment"] = "inli
 def _tags(text: str) -> Iterable[str]:
     """Return the ETags that an If-None-Match header lists.
 
-    Weak tags equal strong tags (RFC 9110, 13.1.2).
+    The weak tag `W/"x"` counts as `"x"` (RFC 9110, 13.1.2).
     """
     return re.findall(r'"[^"]*"', text)
 

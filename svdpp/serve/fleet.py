@@ -34,18 +34,20 @@ from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
 # Number of renewals during one lease: the lease survives two missed renewals.
 _RENEWALS_PER_LEASE = 3
+# Maximum seconds between two renewals, and of one wait for notifications of the queue.
 _MAX_SECONDS = 10.0
 _LISTEN_SECONDS = 0.5
 # Mean number of free servers that a new job wakes in a large fleet. If none of the woken servers
 # claims the job, the job waits until a free server next polls the queue.
 _MAX_WOKEN = 16
-# Mean number of servers of a large fleet that read the list of servers, and requeue expired claims,
-# in each period of renewal.
+# Mean number of servers of a large fleet that, in each period of renewal, read the list of servers
+# and requeue jobs with expired claims.
 _MAX_REFRESHING = 64
 # Numbers of latest measurements from which ETAs are computed: the first for encoding, decoding and
-# writing, the second for denoising steps. They are small, so that ETAs soon follow a change of the
-# ranks' speed.
+# writing, the second for denoising steps. The numbers are small, so that ETAs soon follow a change
+# of the ranks' speed.
 _MAX_CLIP_SAMPLES, _MAX_STEP_SAMPLES = 9, 32
+# Maximum age in seconds of cached ETAs.
 _MAX_AGE = 0.5
 # Seconds after which clients should retry, while no ETA is known.
 _RETRY_SECONDS = 5.0
@@ -53,17 +55,20 @@ _RETRY_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Estimate:
-    """Queue position and ETA of an open job."""
+    """Queue position and ETA of a job that has not ended."""
 
     queue_position: int | None
     """Number of waiting clips that begin before this job's clip; None once the clip has begun."""
     eta_seconds: float | None
-    """Seconds until the clip is finished. None until the first denoising step was measured."""
+    """Seconds until the clip is finished. None until this server has timed a denoising step."""
 
 
 @dataclass(frozen=True)
 class _WorkRates:
-    """Seconds of work per pixel of a clip, by stage."""
+    """Seconds of work per pixel of a clip, by stage: `step` for each denoising step.
+
+    The pixels of all frames count; see `_volume`.
+    """
 
     encode: float
     step: float
@@ -94,9 +99,15 @@ class _WorkRates:
 class EtaEstimator:
     """Estimator of queue positions and ETAs, from the median times of this server's latest work.
 
-    The work of the clips that are ahead of a waiting clip is divided among the ranks of all servers
-    for this model. All servers are assumed to be as fast as this one. An instance is an observer of
-    a `Pipeline`. Any thread may call the other methods.
+    A waiting clip begins after the clips that are ahead of it. Their work is divided among the
+    ranks of all servers for this model. All servers are assumed to be as fast as this one.
+
+    The pipeline calls an instance with each event of a rank. Any thread may call the other methods.
+
+    Args:
+        queue: Queue of the jobs.
+        engine: Engine of this server.
+        num_servers: Function that returns the number of live servers for this model.
     """
 
     def __init__(self, queue: JobQueue, engine: Engine, num_servers: Callable[[], int]) -> None:
@@ -110,7 +121,7 @@ class EtaEstimator:
             kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
             for kind in kinds
         }
-        # Rank and seconds of each of the latest actions. A clip has about one action on each rank.
+        # Rank and seconds of the actions of 8 clips or so: a clip has one action on most ranks.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE
@@ -138,24 +149,27 @@ class EtaEstimator:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
     def estimate(self, job_id: str) -> Estimate | None:
-        """Return the estimate for a job; None if the job is not open."""
+        """Return the estimate for a job; None if it has ended, or another server makes it."""
         return self.estimate_all().get(job_id) or self.estimate_all(max_age=0.0).get(job_id)
 
     def remote_eta(self, job: Job) -> float | None:
-        """Return the seconds until another server finishes a job.
+        """Return the estimated seconds until another server finishes a job.
 
-        The result is None until this server has timed a step.
+        The result is None until this server has timed a denoising step.
         """
         rates = self._rates()
         return None if rates is None else rates.remaining(job.sampling, job.step)
 
     def seconds_until_slot(self) -> float:
-        """Return the seconds until a clip is finished, so that a full queue can take a new job."""
+        """Return the estimated seconds until the next clip is finished, and frees a slot.
+
+        Until this server has timed a denoising step, 5 s are returned.
+        """
         etas = [clip.eta_seconds for clip in self.estimate_all().values()]
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def estimate_all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
-        """Return the estimate of each open job, by the job's id.
+        """Return the estimate of each waiting job, and of each job of this server, by the job's id.
 
         Args:
             max_age: Maximum age in seconds of the cached estimates that may be returned.
@@ -192,11 +206,11 @@ class EtaEstimator:
         }
 
     def _num_busy_ranks(self) -> float:
-        """Return the mean number of ranks that work at the same time while clips wait.
+        """Return the mean number of ranks that work at the same time in a full pipeline.
 
-        The busiest rank sets the pace of a full pipeline, and the other ranks wait for it. For
-        example, if one of two ranks works half as long as the other, 1.5 ranks work at the same
-        time. Until each rank has worked, the number of all ranks is returned.
+        The busiest rank sets the pace, and the other ranks wait for it. For example, if one of two
+        ranks works half as long as the other, 1.5 ranks work at the same time on average. Until
+        each rank has worked, the number of all ranks is returned.
         """
         seconds = defaultdict[int, float](float)
         for rank, each in self._recent_work.copy():
@@ -207,18 +221,18 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank has finished its part of the newest clip."""
+        """Return the seconds until the first rank has finished its part of `latest`."""
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
 
     def _in_start_order(
         self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
     ) -> Iterator[tuple[str, SamplingConfig, int]]:
-        """Yield id, parameters and finished steps of the open jobs, in their start order."""
+        """Yield id, parameters and finished steps of jobs, in the order in which they start."""
         for clip in clips:
             yield clip.job.id, clip.job.sampling, clip.progress.steps_done
         # While the ranks prepare the large image of a claimed job, waiting jobs start before this
-        # job.
+        # job, one for each free slot.
         first = 0 if self._dispatcher.preparing is None else self._dispatcher.num_free_slots
         claimed = [(job.id, job.sampling) for job in self._queue.claimed()]
         for id, sampling in (*waiting[:first], *claimed, *waiting[first:]):
@@ -243,9 +257,9 @@ def _volume(sampling: SamplingConfig) -> int:
 
 
 class Fleet:
-    """Servers that share a queue, as one of them sees them.
+    """Servers that share a queue: this server, and what it knows of the others.
 
-    If the queue is not shared, this server is the only one.
+    If the queue is not shared, there are no others.
     """
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
@@ -261,8 +275,8 @@ class Fleet:
         )
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
-        # After an outage of the queue, all leases may have expired. So their servers first get the
-        # time of one lease to renew them.
+        # Before this time, no expired claim is requeued: after a start of this server or an outage
+        # of the queue, the other servers first get the time of one lease to renew their claims.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the claims of this server cannot be renewed"
         self.thread = PeriodicThread(
@@ -271,9 +285,9 @@ class Fleet:
         """Thread that renews this server's claims, and at its end requeues the unfinished jobs."""
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return a description of this server, then the last descriptions from the other servers.
+        """Return descriptions of the servers: of this one, then those that others have stored last.
 
-        `seen_seconds` is the age of each description in seconds.
+        `seen_seconds` in each description is its age in seconds.
         """
         return [self._describe_self(), *self._peers]
 
@@ -296,7 +310,8 @@ class Fleet:
         """Return the SHA-256 of each LoRA that a request may name, by name.
 
         A request may name this server's LoRAs, and those of other live servers with the same model.
-        A name that this server lacks has several hashes if the other servers have different files.
+        A name of this server has one hash: that of this server's file. Another name has several
+        hashes if the other servers have different files.
         """
         found: dict[str, set[str]] = {}
         for other in self.peers_for(self._queue.model_key):
@@ -357,7 +372,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log once if this machine's clock differs from the database's, which times all reports."""
+        """Log when this machine's clock begins, or ceases, to differ from the database's clock."""
         try:
             self._queue.check_clock()
         except ClockError as error:
@@ -370,13 +385,13 @@ class Fleet:
         self._has_skew = False
 
     def _refresh_peers(self, description: dict[str, Any]) -> None:
-        # Servers of the previous version of svdpp list the hashes of their LoRAs without names.
+        # Servers of the previous version of svdpp do not report `lora_hashes`.
         rows = [{"lora_hashes": {}, **row} for row in self._queue.servers()]
         self._peers = [
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in rows
             if row["id"] != description["id"]
-            # a server of another version of svdpp may leave out some values
+            # servers of other versions of svdpp, which leave out some values, are ignored
             and description.keys() <= row.keys()
         ]
         if time.monotonic() >= self._requeue_expired_at:

@@ -1,4 +1,4 @@
-"""Job, which is one requested clip, and the database tables that store jobs."""
+"""Job, which is one requested clip, and the tables of the queue's database."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class JobState(StrEnum):
 
 
 class UnreadableJobError(OutputError):
-    """Row of a job that this svdpp cannot read, because a newer svdpp has written it.
+    """Error for a job's row that this svdpp cannot read, because a newer svdpp has written it.
 
     The error's details have the job's `id`.
     """
@@ -58,7 +58,7 @@ class Job:
         input_file: Name of the image's file in the folder of uploads; empty for text-to-video.
         input_name: File name from the client, for display only.
         input_pixels: Width times height of the image; 0 without an image.
-        remarks: Sentences for the owner about unexpected changes to the image or video.
+        remarks: Sentences for the owner about changes to the image or video, such as stretching.
         further_inputs: SHA-256 of each further input file, such as the last image or a control
             video, by the field of the request; references are `reference_1` and so on.
         server: Id of the server that has claimed or ended the job; None: no server has.
@@ -70,8 +70,9 @@ class Job:
             hidden from clients, and removed once it has ended.
         promised_seconds: ETA in the response to the request, in seconds after `created_at`.
         error: Error because of which the job failed, as from `errors.error_to_dict`.
-        verification: Result of making the clip again on one device and comparing the two; `failed`:
-            the comparison was not possible.
+        verification: Result of the verification, which makes the clip again on one device and
+            compares the two; `failed`: the comparison was not possible.
+        callback_url: URL that gets a webhook once the job is completed or failed; None: no webhook.
         callback_due: Time of the next attempt to send the webhook; None once the webhook is
             delivered or given up.
         callback_error: Error of the last attempt to send the webhook; None: the webhook was
@@ -135,7 +136,7 @@ class Job:
         return self.input_pixels > LARGE_MEGAPIXELS * 10**6
 
     def clip_path(self, folder: Path) -> Path:
-        """Return the path of the mp4 that the job's present claim writes, in a data folder.
+        """Return the path, in a data folder, of the mp4 for the job's present claim.
 
         Each claim of a job writes a separate file. The file is complete before the job is set to
         completed. The clip's metadata is beside the mp4, with the suffix `.json`.
@@ -156,8 +157,8 @@ class Job:
 
     def upload_paths(self, folder: Path) -> list[Path]:
         """Return the paths of all input files of the job in a data folder."""
-        photo = self.input_path(folder)
-        return [*([photo] if photo else []), *self.further_paths(folder).values()]
+        image = self.input_path(folder)
+        return [*([image] if image else []), *self.further_paths(folder).values()]
 
 
 #: Columns whose names differ from the fields of `Job`. Columns are never renamed, because servers
@@ -191,7 +192,7 @@ def job_to_row(job: Job) -> dict[str, Any]:
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
-    # servers of earlier versions of svdpp do not know these parameters
+    # unset parameters are left out if servers of earlier versions of svdpp do not know them
     for name in ("has_last_image", "num_references"):
         if not getattr(job.sampling, name):
             sampling.pop(name, None)
@@ -274,8 +275,9 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 VERSION = 12
 
 # `jobs.seq` orders jobs by the time of request. `jobs.due` orders the waiting jobs of one owner.
-# `jobs.turn` is the value of `owners.turn` before the job was claimed. `jobs.lease_until` is NULL
-# if the queue is not shared. `jobs.lost` counts claims that expired because no server renewed them.
+# `owners.turn` orders the owners: the next job is from the owner with the lowest value. `jobs.turn`
+# is the value of `owners.turn` before the job was claimed. `jobs.lease_until` is NULL if the queue
+# is not shared. `jobs.lost` counts claims that expired because no server renewed them.
 _SCHEMA = f"""
 CREATE TABLE jobs (
     seq {{serial}},
@@ -330,22 +332,22 @@ CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, 
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
 #: Indexes that each start of a server creates if they are missing. They do not change the version
-#: of the tables, because older servers work without them. They serve queries that an idle server
-#: repeats all the time, which must not scan all rows.
+#: of the tables, because older servers work without them. An idle server often repeats queries that
+#: would scan all rows without these indexes.
 INDEXES: dict[str, str] = {
     "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
     "jobs_unproved": "jobs (state, proof, seq)",
 }
 # SQL statements that upgrade the tables to each version from the version before. They only add
-# columns with defaults, tables and indexes, so servers of the version before continue to work while
-# others are upgraded.
+# tables, indexes, and columns with defaults. So servers of the version before continue to work
+# while others are upgraded.
 _ADDED: dict[int, str] = {
     9: """
 ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
     10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
-    # `batches.state` is a `BatchState`. The rest of a batch's status is derived from its jobs.
+    # `batches.state` is a `BatchState`.
     11: """
 ALTER TABLE jobs ADD COLUMN batch_id TEXT;
 ALTER TABLE jobs ADD COLUMN custom_id TEXT;

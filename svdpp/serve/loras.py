@@ -15,8 +15,8 @@ from svdpp.models.lora_files import LoraFile, check_loras, lora_stem
 class LoraCatalog:
     """LoRAs that a server offers for clips. Clients use their names, and never see a path.
 
-    A job also has the hashes of its LoRAs' files. Another server makes the job only if it has files
-    with these hashes; the names of the files may differ.
+    A job stores the hashes of its LoRAs' files. Another server makes the job only if it has files
+    with the same hashes; the names of the files may differ.
 
     Args:
         checkpoint: Checkpoint whose `clip_loras` are offered; None for the dummy model, which has
@@ -66,8 +66,8 @@ class LoraCatalog:
                 server".
 
         Raises:
-            RequestError: The value is malformed, or names a LoRA that `hashes` lacks or that stands
-                for different files, or an expert that the model lacks.
+            RequestError: The value is malformed, a LoRA is not in `hashes` or has several hashes
+                there, or the model lacks an expert that the value names.
         """
         if hashes is None:
             hashes = {name: (sha256,) for name, sha256 in self._hashes.items()}
@@ -79,7 +79,7 @@ class LoraCatalog:
         return tuple(replace(lora, sha256=min(hashes[lora.name])) for lora in loras)
 
     def missing_reason(self, loras: Iterable[Lora]) -> str | None:
-        """Return why this server cannot make a job that uses these LoRAs; None if it can."""
+        """Return why this server cannot make a job with these LoRAs; None if it can."""
         for lora in loras:
             if (lora.sha256, lora.expert) not in self._files:
                 return f"this server does not have the job's LoRA {lora.name}"
