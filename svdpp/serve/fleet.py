@@ -121,7 +121,8 @@ class EtaEstimator:
             kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
             for kind in kinds
         }
-        # Rank and seconds of the actions of 8 clips or so: a clip has one action on most ranks.
+        # Rank and seconds of each action of about 8 clips. A clip has about one DENOISE on each rank,
+        # an ENCODE and a DECODE.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE
