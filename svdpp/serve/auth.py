@@ -1,7 +1,7 @@
 """API keys and webhook secrets, read from files; check of the host of a server without keys.
 
 The file of keys has the plain SHA-256 of each key. This is safe, because a key has 256 random bits,
-and nobody can guess it. A slow hash, such as for passwords, would only delay each request.
+and nobody can guess it. A slow hash, as for passwords, would only delay each request.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def add_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read a file of keys. Each line is `NAME HASH`, or `NAME HASH open=N` with `Owner.max_open`.
+    """Read a file of keys. Each line is `NAME HASH` or `NAME HASH open=N`; N is `Owner.max_open`.
 
     A name may have several keys, and so several lines. The last `open=N` applies to all of them.
     Error messages do not quote lines, because a line may contain a key.
@@ -170,7 +170,7 @@ def read_secrets(path: Path) -> list[bytes]:
 def _read_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
-    """Check that a file is private, and match each line that is not empty and not a comment.
+    """Return the match of each line of a private file, except empty lines and comments.
 
     Args:
         path: Path of the file.

@@ -69,7 +69,7 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add the faults of a line: one for each entry of the error's `faults`, or the error."""
+        """Add one fault for each entry of `error.details["faults"]`; without entries, add one."""
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
         self.total += len(each)
         self.lines.add(line)
@@ -115,8 +115,8 @@ class LineReader:
             Number of lines, and the SHA-256 of each LoRA in the lines, by the LoRA's name.
 
         Raises:
-            ApiError: Lines have faults, which the details list; or the file has no lines, or too
-                many.
+            ApiError: Lines have faults (the details list them), or the file has no lines or too
+                many lines.
         """
         faults, total, loras = LineFaults(), 0, dict[str, str]()
         for checked in self.read(source, owner, "", {}, faults):
@@ -140,8 +140,8 @@ class LineReader:
         Args:
             source: Open file with the lines.
             owner: Owner of the lines.
-            seed_key: Text that is the same for all lines. The seed of a line is derived from this
-                text and the line's `custom_id`.
+            seed_key: Text that is the same for all lines. The seed of a line that names none is
+                derived from this text and the line's `custom_id`.
             loras: SHA-256 of LoRAs by name, as recorded when the batch was accepted. They take
                 precedence over the LoRAs that the servers have now.
             faults: Collection of faults.
@@ -178,7 +178,7 @@ class LineReader:
 
 
 def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
-    """Take the next lines, at most `most`; stop once their images have `_SLICE_BYTES`."""
+    """Take the next lines: at most `most`, and fewer if their images reach `_SLICE_BYTES`."""
     taken: list[CheckedLine] = []
     size = 0
     for line in islice(lines, most):
@@ -192,8 +192,7 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield number and bytes of each line that is not empty.
 
-    A line of more than `MAX_JSON_BYTES` is truncated to one byte more, so that `_parse_line` can
-    report it.
+    A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes: `_parse_line` reports it.
     """
     source.seek(0)
     number = 0

@@ -173,16 +173,19 @@ def get_file_content(id: str, service: ServiceDep, owner: OwnerDep) -> Response:
 
 @routes.delete("/v1/files/{id}")
 def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
-    """Remove a file of request lines. A file with results exists as long as its videos."""
+    """Remove a file of request lines.
+
+    A file with results cannot be removed here. It exists as long as the batch's videos.
+    """
     service.batches.files.remove(id, owner)
     return DeletedFile(id=id)
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch of a file with results, and whether the file is the one with errors.
+    """Return the batch of a file with results, and whether it is the error file.
 
     Returns:
-        None if the id is not that of a file with results.
+        Batch and boolean; None: the id is not that of a file with results.
 
     Raises:
         ApiError: The owner has no such batch.

@@ -121,8 +121,8 @@ _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
 _JOB_COLUMNS = ", ".join(COLUMNS)
-# If the clock was set back, `finished_at` is `created_at`, so that no duration is negative. The
-# limit keeps transactions short.
+# `finished_at` is never before `created_at`, even if the clock was set back. The limit keeps
+# transactions short.
 _CANCEL_WAITING = """
 UPDATE jobs SET state = 'cancelled',
     finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
@@ -223,16 +223,15 @@ class BatchTable:
     # --- changes of batches -----------------------------------------------------------------------
 
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
-        """Store a new batch, or return the batch that an equal earlier request created.
+        """Store a new batch, or return the owner's batch with the same idempotency key.
 
-        Requests are equal if they have the same owner and idempotency key. A line is open until its
-        job has ended.
+        A line of a batch is open until its job has ended.
 
         Args:
             batch: New batch.
             max_open: Maximum number of open lines of all batches together.
-            max_open_of_owner: Maximum number of the owner's open lines and other open jobs; None:
-                no limit.
+            max_open_of_owner: Maximum number of the owner's open lines and of the owner's other
+                jobs that have not ended, together; None: no limit.
 
         Raises:
             QueueFullError: A limit would be exceeded.
@@ -268,7 +267,7 @@ class BatchTable:
 
         Args:
             batch: Batch as last read from the table.
-            jobs: Jobs for the next lines, the first of which has the index `batch.stored`.
+            jobs: Jobs for the next lines. The first job is for the line with index `batch.stored`.
             until: Latest time, in seconds of `clock.uptime`, at which the jobs may be stored. After
                 this time, other servers may have removed the jobs' images.
 
@@ -387,7 +386,7 @@ class BatchTable:
         }
 
     def num_open(self) -> int:
-        """Return the number of lines of all batches that are not jobs yet or whose job is open."""
+        """Return the number of open lines of all batches. A line is open until its job ends."""
         rows = self._backend.fetch_all(_OPEN_LINES.format("batch_id IS NOT NULL"))
         return int(sum(number for _, number in rows))
 

@@ -76,7 +76,7 @@ class Batches:
         on_stored: Callable[[], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
-        """Create the tables and the thread for batches. The thread is not started.
+        """Create the thread that turns lines into jobs, but do not start it.
 
         Args:
             queue: Queue of the jobs.

@@ -1,4 +1,4 @@
-"""Checks whether the ranks can make a clip; converter of queued jobs to pipeline requests."""
+"""Admission checks for requested clips; converter of queued jobs to pipeline requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PREPARE_SECONDS = 60.0
 
 
 class Admission:
-    """Checks whether the ranks can make a requested clip. Any thread may call any method.
+    """Checker that the ranks can make requested clips. Any thread may call any method.
 
     The route of a clip lists the ranks that run its stages and steps. Clips with the server's
     default sampling parameters pass all checks.
@@ -184,7 +184,7 @@ class RunningClip:
 
     @property
     def progress(self) -> ClipProgress:
-        """Progress of the clip, including the steps that its latent checkpoint has saved."""
+        """Progress of the clip. The steps before its latent checkpoint count as done."""
         if self.handle is not None:
             return self.handle.progress
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)
@@ -237,7 +237,7 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
-        # an error means that the ranks cannot make the job: it has no checkpoints
+        # an error means that the ranks cannot make the job, which then has no checkpoints
         with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
@@ -247,7 +247,7 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Upload new latent checkpoints to the store; delete there those that the folder lacks.
+        """Upload new latent checkpoints to the store, and delete those removed from the folder.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -277,8 +277,8 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # The set changes only after the fetch. Before it, `publish_latents` would delete the
-        # checkpoints from the store, because the folder lacks them.
+        # The set changes only after the fetch. Otherwise `publish_latents` could delete the
+        # checkpoint from the store in between, because the folder lacks it.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:

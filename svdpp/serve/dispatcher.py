@@ -86,7 +86,7 @@ class Dispatcher:
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
-        """Whether latent checkpoints may exist, even if no job is unfinished."""
+        """Whether latent checkpoints may exist, perhaps of jobs that have ended."""
         self.unavailable_reason = ""
         """Reason why no clip is begun or accepted, such as a full disk; empty if clips can be
         made."""
@@ -162,7 +162,7 @@ class Dispatcher:
         return 0 if clip is None else clip.progress.steps_done
 
     def job_id_of(self, clip: int | None) -> str | None:
-        """Return the id of the job that clip number `clip` is for; None if it is unknown."""
+        """Return the id of the job of clip number `clip`; None if the clip is unknown."""
         job = None if clip is None else self.recent_jobs.get(clip)
         return None if job is None else job.id
 
@@ -221,7 +221,7 @@ class Dispatcher:
             self.has_latents = True
             self._start(pipeline, job)
         if self.has_latents and self._is_queue_empty and not self._clips:
-            # A server that was killed just after a clip ended has left the clip's latent
+            # A server that was killed just after a clip ended may have left the clip's latent
             # checkpoints.
             if not self._retry_while_unavailable(self._queue.has_unfinished):
                 self._request_builder.remove_all_latents()
@@ -379,8 +379,8 @@ class Dispatcher:
 
         Args:
             error: Error that has ended the ranks.
-            blamed: Ids of jobs during which ranks died. This counts as a failed attempt: a job with
-                `MAX_ATTEMPTS` of them fails, and is not requeued.
+            blamed: Ids of jobs during which ranks died. The death counts as a failed attempt. A job
+                with `MAX_ATTEMPTS` failed attempts fails, and is not requeued.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})

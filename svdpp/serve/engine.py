@@ -91,10 +91,10 @@ class Engine:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Let the ranks finish clips for a grace period; then drop the other clips, end the ranks.
+        """Let the ranks finish clips for a grace period. Then drop other clips, and end the ranks.
 
         The jobs of dropped clips stay in progress in the queue, until `JobQueue.release` or
-        `JobQueue.requeue_expired`.
+        `JobQueue.requeue_expired` requeues them.
 
         Args:
             grace_seconds: Length of the grace period in seconds.
@@ -153,7 +153,7 @@ class Engine:
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
-        """Return the id of the job that clip number `clip` is for; `clip N` if it is unknown."""
+        """Return the id of the job of clip number `clip`; `clip N` if the clip is unknown."""
         return self.dispatcher.job_id_of(clip) or f"clip {clip}"
 
     # --- one pipeline after another, in the engine thread ----------------------------------------
@@ -239,7 +239,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the id of the job during which a rank died, or if unknown, of all begun jobs."""
+        """Return the id of the job during which a rank died; if unknown, ids of all begun jobs."""
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))
@@ -270,7 +270,7 @@ class RankSnapshot:
     device: str
     """Device of the rank, such as `cuda:0`; empty until the rank has started."""
     video: str | None
-    """Id of the job that the action is for; None between two actions."""
+    """Id of the job that the action is for; None between two actions, or if the job is unknown."""
     action: str
     """Kind of the rank's present action, in lower case; empty between two actions."""
     step: int | None
@@ -302,7 +302,7 @@ class _RankState:
     action: Action | None = None
     step: int = -1
     waits: bool = False
-    # Monotonic time at which the action began, or began or ended to wait.
+    # Monotonic time of the last change of `action` or `waits`.
     since: float = 0.0
     stats: dict[str, float | int | None] | None = None
 

@@ -70,7 +70,7 @@ class PrivateFile(FileResponse):
             size = self.stat_result.st_size
             ranges = _ranges(text, size) if self._range_applies(headers) else None
             if ranges == []:
-                message = f"the file has {size} bytes, and {text[:60]!r} is outside of it"
+                message = f"the range {text[:60]!r} is outside of the file, which has {size} bytes"
                 range_headers = {"Content-Range": f"bytes */{size}"}
                 error = ApiError(
                     416, "range_not_satisfiable", message, headers=range_headers, bytes=size
@@ -94,7 +94,7 @@ class PrivateFile(FileResponse):
         return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
     def _range_applies(self, headers: Headers) -> bool:
-        """Whether Range applies: If-Range is missing, or names this version of the file."""
+        """Whether the Range header applies: If-Range is missing or names this file version."""
         tag = headers.get("if-range")
         return tag is None or tag in (self.headers["etag"], self.headers["last-modified"])
 

@@ -121,8 +121,8 @@ class EtaEstimator:
             kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
             for kind in kinds
         }
-        # Rank and seconds of each action of about 8 clips. A clip has about one DENOISE on each rank,
-        # an ENCODE and a DECODE.
+        # Rank and seconds of each action of about 8 clips. A clip has an ENCODE, a DECODE, and at
+        # most one DENOISE on each rank.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE
@@ -286,7 +286,7 @@ class Fleet:
         """Thread that renews this server's claims, and at its end requeues the unfinished jobs."""
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return descriptions of the servers: of this one, then those that others have stored last.
+        """Return descriptions of the servers: this one first, then the others as last reported.
 
         `seen_seconds` in each description is its age in seconds.
         """
