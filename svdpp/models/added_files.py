@@ -26,8 +26,8 @@ def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
         checkpoint: Checkpoint of the model, without weights.
 
     Raises:
-        RequestError: A file names no expert of a model with two, or an expert of a model with one
-            denoiser.
+        RequestError: The model has two experts, and a file names none. Or the model has one
+            denoiser, and a file names an expert.
     """
     two_experts = checkpoint.num_experts == 2
     for file in files:
@@ -54,8 +54,8 @@ def find_file(
 
     Args:
         wanted: Requested file.
-        check: Function that checks the file before the hash is computed. Its result is returned,
-            such as the header of the file.
+        check: Function that checks the file, such as `read_gguf_header`. It runs before the hash is
+            computed.
         default: File name to use if only a folder or a repository is named; empty: the file must be
             named.
         local_files_only: Whether only files on this machine are used.

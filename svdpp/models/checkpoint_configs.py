@@ -218,7 +218,7 @@ def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = 
         for names, limit in _LIMITS:
             if names.fullmatch(key) and largest > limit:
                 raise config.error(
-                    f"{place} is {short_repr(value)}: above {limit}",
+                    f"{place} is {short_repr(value)}, but at most {limit} is allowed",
                     details={"key": place, "value": value, "limit": limit},
                 )
     return config

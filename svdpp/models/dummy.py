@@ -32,7 +32,7 @@ from svdpp.plan.costs import CostModel, PartFlops
 
 
 class DummyUNet(nn.Module):
-    """Network of two Conv3d layers and a residual connection. Every process has equal weights."""
+    """Two Conv3d layers and a residual connection. The weights are the same in every process."""
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class DummyModel:
 
 
 def count_flops(spec: LatentSpec, num_steps: int) -> PartFlops:
-    """Count the FLOPs of the dummy model's encode, step and decode, on the meta device.
+    """Count the FLOPs of a step of the dummy model, on the meta device; encode and decode have 0.
 
     Args:
         spec: Shape and dtype of the latent.

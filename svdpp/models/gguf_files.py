@@ -67,7 +67,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether diffusers treats the tensor (even BF16) as quantised: dequantises it at use."""
+        """Whether diffusers dequantises the tensor at each use, as it does even for BF16."""
         return self.type.name not in ("F32", "F16")
 
     @property
@@ -120,7 +120,9 @@ class _Reader:
         number = self.number(size)
         if number > limit:
             details = {"what": what, "value": number, "limit": limit}
-            raise ModelError(f"{what} is {number}: above {limit}", _DAMAGED, details=details)
+            raise ModelError(
+                f"{what} is {number}, but at most {limit} is allowed", _DAMAGED, details=details
+            )
         return number
 
     def text(self, what: str) -> str:
@@ -286,9 +288,9 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
 
     Raises:
         RequestError: diffusers loads no GGUF files for the family, the model is quantised by
-            TorchAO, or the package gguf is not installed. Or a file names no expert of a model with
-            two, an expert of a model with one denoiser, or the same expert as another file. Or an
-            environment variable would make diffusers run code from the hub.
+            TorchAO, or the package gguf is not installed. Or the model has two experts, and a file
+            names none. Or the model has one denoiser, and a file names an expert. Or two files are
+            for one denoiser. Or an environment variable would make diffusers run code from the hub.
     """
     if not model.denoisers:
         return

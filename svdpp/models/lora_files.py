@@ -30,7 +30,7 @@ _LORA_FILE = "pytorch_lora_weights.safetensors"
 #: slows down steps nor changes bits.
 CLIP_LORAS_KEPT = 4
 
-#: Key of the metadata of a safetensors file under which diffusers writes the adapter's config.
+#: Key under which diffusers writes an adapter's config into the metadata of a safetensors file.
 _ADAPTER_CONFIG = "lora_adapter_metadata"
 
 # --- use of the tensors in a LoRA file -----------------------------------------------------------
@@ -49,10 +49,11 @@ _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w
 #: Tensor names of parts that a model may lack: text encoders, and layers for an image embedding.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Tensor names of changes to normalisation layers, and of changes to the time projection. diffusers
-#: removes the former from LoRAs for Wan. It removes the latter if only the bias changes, and not
-#: the weight (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Tensor names of changes to normalisation layers. diffusers removes these tensors from LoRAs for
+#: Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
+#: Tensor names of changes to Wan's time projection. If a file changes only its bias, and not its
+#: weight, diffusers removes these tensors, too.
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.
 _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
@@ -193,7 +194,7 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
             partner = re.sub(rf"\.{re.escape(own)}\b", f".{other}", name)
             if partner not in entries:
                 raise ModelError(
-                    f"the tensor {short_repr(partner)} is missing, which forms a pair with "
+                    f"the tensor {short_repr(partner)} is missing: it belongs to "
                     f"{short_repr(name)}",
                     "the file is incomplete: download or save it again",
                     details={"missing": partner, "tensor": name},
@@ -203,8 +204,8 @@ def _check_pair(name: str, entries: Mapping[str, Any]) -> None:
             # rank of the LoRA).
             if entries[first]["shape"][:1] != entries[second]["shape"][1:2]:
                 raise ModelError(
-                    f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit: "
-                    f"{entries[name]['shape']} and {entries[partner]['shape']}",
+                    f"the shapes of {short_repr(name)} and {short_repr(partner)} do not fit "
+                    f"together: {entries[name]['shape']} and {entries[partner]['shape']}",
                     "the file is damaged: download or save it again",
                     details={
                         "tensor": name,
@@ -227,8 +228,8 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
     Raises:
         RequestError: The family loads no LoRAs, the model is quantised by TorchAO, or peft is not
-            installed. Or a LoRA names an expert of a model with one denoiser, or no expert of a
-            model with two.
+            installed. Or the model has two experts, and a LoRA names none. Or the model has one
+            denoiser, and a LoRA names an expert.
     """
     if not loras:
         return

@@ -61,7 +61,8 @@ def estimate(
     other threads can compute meanwhile.
 
     Args:
-        checkpoint: Checked checkpoint; only its configs are read.
+        checkpoint: Checked checkpoint. Only its configs are read, and the headers of those weight
+            files that are on this machine.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device. Temporary memory of kernels is counted only for `cpu`.
@@ -73,7 +74,8 @@ def estimate(
 
     Raises:
         RequestError: The model cannot make a clip of this size.
-        ModelError: A component cannot be created from its config.
+        ModelError: A component cannot be created from its config, or the config does not fit the
+            weight files.
     """
     workspace_threads = num_threads if device == "cpu" else None
     with _size_errors(model, sampling):
@@ -115,12 +117,15 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
     `estimate`, other threads can compute meanwhile.
 
     Args:
-        checkpoint: Checked checkpoint; only its configs are read.
+        checkpoint: Checked checkpoint. Only its configs are read, and the headers of those weight
+            files that are on this machine.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
+        ModelError: A component cannot be created from its config, or the config does not fit the
+            weight files.
     """
     with _size_errors(model, sampling):
         fake_model = FakeModel(checkpoint, model, sampling, counts_flops=True)

@@ -127,8 +127,8 @@ _PLAIN = {"_type": "Tensor"}
 def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
     """Check the weight files of a denoiser that TorchAO has quantised, and its layers' dtype.
 
-    Quantised layers compute in the dtype that they had when they were quantised. With another
-    requested dtype, the other layers of the denoiser would compute in that one.
+    Quantised layers compute in the dtype that they had when they were quantised. If another dtype
+    is requested, only the layers that are not quantised would compute in it.
 
     Args:
         part: Name of the denoiser.

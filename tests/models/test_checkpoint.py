@@ -111,7 +111,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     ),
     "a nested depth for all memory": (
         config(CLIP_CONFIG, text_config={"num_hidden_layers": 10**9}),
-        "text_config.num_hidden_layers is 1000000000: above 1024",
+        "text_config.num_hidden_layers is 1000000000, but at most 1024 is allowed",
     ),
     "nested quantisation": (
         config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),

@@ -207,10 +207,10 @@ SECOND_FACTOR = "transformer.blocks.0.attn1.to_q.lora_B.weight"
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({SECOND_FACTOR: None}, f"the tensor '{SECOND_FACTOR}' is missing, which forms a pair"),
-        ({FIRST_FACTOR: None}, f"the tensor '{FIRST_FACTOR}' is missing, which forms a pair"),
+        ({SECOND_FACTOR: None}, f"the tensor '{SECOND_FACTOR}' is missing: it belongs to"),
+        ({FIRST_FACTOR: None}, f"the tensor '{FIRST_FACTOR}' is missing: it belongs to"),
         ({"transformer.blocks.0.attn1.to_q.dora_scale": torch.ones(24)}, "dora_scale"),
-        ({SECOND_FACTOR: torch.ones(24, 3)}, r"do not fit: \[2, 24\] and \[24, 3\]"),
+        ({SECOND_FACTOR: torch.ones(24, 3)}, r"do not fit together: \[2, 24\] and \[24, 3\]"),
     ],
 )
 def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(

@@ -303,7 +303,7 @@ def test_a_quantised_tensor_of_another_layer_is_named(
 
     rewrite(change)(folder)
     model = ModelConfig(name=str(folder))
-    with pytest.raises(ModelError, match=f"'{name}' is quantised, which only weights of linear"):
+    with pytest.raises(ModelError, match=f"'{name}' is quantised, but only weights of linear"):
         ranks(find_checkpoint(model), tiny.sampling, model=model)(0, 1)
 
 

@@ -36,9 +36,9 @@ _TEST_RUNS = 3
 
 
 def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
-    """Check that diffusers has a backend, that it can be used here, and that the model uses it.
+    """Check that diffusers has a backend, that it runs here, and that it has an effect on a model.
 
-    No weight is read.
+    No weights are read, and no attention is computed.
 
     Args:
         name: Name of the backend, as in diffusers' `set_attention_backend`.

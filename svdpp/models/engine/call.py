@@ -30,9 +30,10 @@ from svdpp.models.engine import records
 from svdpp.models.engine.hooks import hooked
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 
-# The table shows a clip of 6 steps on two ranks, of which the second runs steps [3, 6) and decodes.
-# Each line is one call of the pipeline's `__call__`. The exception `_Stop` ends the call where the
-# line ends: before the denoiser's first call, or after the last step of the range.
+# The table shows a clip of 6 steps on two ranks. The first rank encodes and runs steps [0, 3); the
+# second runs steps [3, 6) and decodes. Each line is one call of the pipeline's `__call__`. The
+# exception `_Stop` ends the call where the line ends: before the denoiser's first call, or after
+# the last step of the range.
 #
 #   call          encoding  step 0   step 1   step 2   step 3   step 4   step 5   decoding
 #   encode        records
@@ -70,7 +71,8 @@ class RangeCall:
     after_step: AfterStep | None = None
     """Callback after each step of the range; an exception from the callback ends the call."""
     branches: GuidanceBranches | None = None
-    """Guidance whose two branches two ranks evaluate; None: this rank evaluates both branches."""
+    """Guidance that is divided between two ranks, one branch each; None: this rank evaluates both
+    branches."""
 
     def __post_init__(self) -> None:
         self._structure: Node = {}
@@ -82,7 +84,8 @@ class RangeCall:
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
-        # Pairs of a scheduler and its state before its first `step`, in the order of first steps.
+        # Pairs of a scheduler and its state before its first `step`, in the order in which the
+        # pipeline first called `step` of each scheduler.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
         # Results of the current step: index of the scheduler, return value of `scheduler.step`, and
@@ -323,7 +326,7 @@ class RangeCall:
         return results
 
     def _packed_step(self) -> Node:
-        """Return the structure of all that phantom steps need, as `_step` reads it."""
+        """Return the structure of all that later ranks need for phantom steps; see `_step`."""
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):

@@ -59,8 +59,8 @@ def silence_libraries() -> None:
         library.utils.logging.disable_progress_bar()
     # Modular pipelines log every exception of a block with its traceback before they raise it.
     logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
-    # The default lock of tqdm contains a semaphore, which a rank that is killed by a signal would
-    # leave behind in /dev/shm.
+    # The default lock of tqdm contains a semaphore. If a signal killed a rank, the semaphore would
+    # stay in /dev/shm.
     tqdm.tqdm.set_lock(threading.RLock())
 
 

@@ -27,8 +27,8 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number. The number is 0, but 1
-#: for the second of two equal LoRAs (of the model and of the clip), and so on.
+#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number. The number is usually
+#: 0. If the model and the clip name the same LoRA several times, the numbers are 0, 1, and so on.
 _Key = tuple[Lora, int]
 
 
@@ -127,8 +127,8 @@ class PipelineLoras:
             names, weights = [name for name, _ in used], [weight for _, weight in used]
             getattr(self._pipe, part).set_adapters(names, weights)
             # peft sets requires_grad to False when the first LoRA is loaded. For clips without
-            # LoRAs the original value is restored, because the choice of kernels depends on it, and
-            # so do the bits.
+            # LoRAs the original value is restored: torch chooses kernels by it, and other kernels
+            # give other bits.
             for parameter, required_grad in parameters:
                 parameter.requires_grad_(required_grad and not names)
 

@@ -1,4 +1,4 @@
-"""Call of a modular pipeline that runs only the encode, a range of the denoising steps, or the end.
+"""Call of a modular pipeline that runs only the encode, some denoising steps, or the decode.
 
 diffusers' modular pipelines are trees of blocks. Blocks share one `PipelineState`; the denoising
 loop is a block whose sub-blocks share a `BlockState` in each iteration. Every rank calls the whole
@@ -173,7 +173,7 @@ class ModularCall:
         if tensors_differ(before, global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
-            problem = f"ends before step {self.end}: it runs another number of steps than asked for"
+            problem = f"ends before step {self.end}: it runs another number of steps than requested"
         if problem:
             raise self._error(problem)
         return result
@@ -359,7 +359,7 @@ class ModularCall:
             block = type(self._block).__name__
             raise self._error(f"calls a denoiser in {block}, which is not a loop of blocks")
         if self.end is None:
-            raise self._error(f"has more than {self._steps} steps: more than asked for")
+            raise self._error(f"runs more than the requested {self._steps} steps")
         if self._steps == self.end:
             self._pack(
                 {"iteration": self._iteration - 1, "sub_block": self._sub_block - 1},
@@ -407,7 +407,8 @@ class ModularCall:
                 self.branches.end_step(self._steps)
             result = real(*args, **kwargs)
             outputs = self._outputs
-        # A step may have several schedulers. The first call after the denoiser's ends the step.
+        # A step may have several schedulers. The first `scheduler.step` after a call of a denoiser
+        # ends the step.
         if self._evaluations or (is_phantom and self._outputs):
             states = [each.get_state() for each in generators_in(values_of(self._block_state))]
             made = {"result": result, "outputs": outputs, "generators": states}
@@ -460,7 +461,7 @@ class ModularCall:
                 assert self._entry is not None
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
-                    raise self._error(f"changes {name} in place in a block with steps inside")
+                    raise self._error(f"changes {name} in place in a block that runs whole steps")
         assert self._latents is not None
         latents = packer.pack(same_in(values, self._latents), LATENTS)
         # Tensors that each iteration writes before it reads them are left out of the packet. Which
@@ -476,7 +477,8 @@ class ModularCall:
             else [name, packer.pack(value, f"block.{name}")]
             for name, value in values.items()
         ]
-        # After the last step, the pipeline may have begun another series of steps.
+        # After the last step, the pipeline may have begun another series of steps, so the packet
+        # gets the attributes from the end of the last step.
         after = self._after_last_step if is_inside else {}
         attributes = {
             name: after.get(name) or attributes_of(part) for name, part in self._parts.items()

@@ -47,8 +47,8 @@ def check_layers(module: torch.nn.Module, part: str) -> None:
             )
         if name not in expected and isinstance(tensor, Int8Tensor):
             raise ModelError(
-                f"{part}: {short_repr(name)} is quantised, which only weights of linear layers may "
-                "be",
+                f"{part}: {short_repr(name)} is quantised, but only weights of linear layers "
+                "may be",
                 details={"component": part, "tensor": name},
             )
 
