@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 
@@ -16,28 +17,32 @@ from svdpp.cli.options.declare import with_aliases
 from svdpp.errors import fields_in
 from tests.support.shell import ROOT, svdpp_here
 
-OPTIONS = {
-    name: {option for one in load_command(name).params for option in with_aliases(one.opts)}
-    for name in COMMANDS
-}
 _OTHER_PROGRAMS = re.compile(r"\b(hf|docker|pip|torchrun|srun) [^,;()]*")
 _COMMAND = re.compile(r"\bsvdpp (\w+)([^,;()]*)")
 # Without the fields of a benchmark's configuration.
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])")
 
 
-def _texts() -> Iterator[str]:
+@cache
+def _options(command: str) -> frozenset[str]:
+    params = load_command(command).params
+    return frozenset(option for one in params for option in with_aliases(one.opts))
+
+
+@cache
+def _hints() -> frozenset[str]:
     """All texts of errors and hints that name an option, with a number for what is filled in."""
+    return frozenset(_texts())
+
+
+def _texts() -> Iterator[str]:
     for path in sorted((ROOT / "svdpp").rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
         inner = {
-            id(each)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.JoinedStr)
-            for each in node.values
+            id(each) for node in nodes if isinstance(node, ast.JoinedStr) for each in node.values
         }
-        others = {id(each) for node in ast.walk(tree) for each in _descriptions(node)}
-        for node in ast.walk(tree):
+        others = {id(each) for node in nodes for each in _descriptions(node)}
+        for node in nodes:
             if id(node) in others:
                 continue
             if isinstance(node, ast.JoinedStr):
@@ -65,25 +70,24 @@ def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
                 yield from ast.walk(value)
 
 
-HINTS = sorted({*_texts()})
-
-
 def test_texts_name_fields_that_have_an_option() -> None:
     """In backticks, which the command line writes as options; others are spelt wrong."""
-    assert {field for text in HINTS for field in fields_in(text)} <= option_names().keys()
+    assert {field for text in _hints() for field in fields_in(text)} <= option_names().keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_hint_names_only_options_of_the_command(command: str) -> None:
     """Whatever text of the program it is."""
-    assert len(HINTS) > 50
-    console = Console(options=OPTIONS[command])
-    for hint in HINTS:
+    assert len(_hints()) > 50
+    console = Console(options=_options(command))
+    for hint in _hints():
         said = console.hint(hint)
         for other, words in _COMMAND.findall(said):
-            assert {*_OPTION.findall(words)} <= OPTIONS.get(other, set()), said
+            assert {*_OPTION.findall(words)} <= (_options(other) if other in COMMANDS else set()), (
+                said
+            )
         own = _OTHER_PROGRAMS.sub("", _COMMAND.sub("", said))
-        assert {*_OPTION.findall(own)} <= OPTIONS[command], said
+        assert {*_OPTION.findall(own)} <= _options(command), said
 
 
 @pytest.mark.parametrize(

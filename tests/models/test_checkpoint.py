@@ -244,7 +244,10 @@ ENTRIES = st.fixed_dictionaries(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=settings.default.max_examples // 3,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(entries=st.dictionaries(st.text(max_size=20), st.one_of(ENTRIES, SIZES), max_size=4))
 def test_any_json_gives_a_header_or_an_error(tmp_path: Path, entries: dict[str, Any]) -> None:
     text = json.dumps(entries).encode()
