@@ -12,7 +12,7 @@ from svdpp.config import PipelineConfig, SamplingConfig
 from svdpp.errors import SvdppError, recorded_path
 
 if TYPE_CHECKING:
-    from svdpp.driver.jobs import OutputPolicy
+    from svdpp.driver.output_policy import OutputPolicy
     from svdpp.driver.run_job import RunJob
     from svdpp.driver.run_plan import PlannedClip, RunPlan
 
@@ -91,7 +91,7 @@ def _clip_row(
             forecast, because only the first `BATCH_SIZE` clips are simulated.
     """
     sampling, job = clip.sampling or config.sampling, clip.job
-    file, folder = job.made_from.media_file, clips.resolver.folder
+    file, folder = job.made_from.media_file, clips.resolver.policy.folder.absolute()
     about = {
         "output": os.path.basename(clips.resolver.output_of(job).path),
         "input": None if file is None else recorded_path(file.path, folder),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from svdpp.diagnostics.run_metrics import RunMetrics
     from svdpp.driver.clip_names import NameTemplate
     from svdpp.driver.job_lines import LineDefaults, LineReader
-    from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
+    from svdpp.driver.output_policy import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.driver.run_job import RunJob
     from svdpp.driver.run_plan import RunPlan
@@ -127,7 +127,7 @@ class RunOptions(ServerRunOptions):
             last_image=None if self.last_image is None else str(self.last_image),
             references=self.reference_paths,
             videos=self.video_paths,
-            format=self.policy(is_restarted=False).format,
+            format=self.policy(is_restarted=False).encoding.format,
             max_pixels=self.max_megapixels * 10**6,
         )
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
     from svdpp.client.server_model import ServerModel
     from svdpp.driver.clip_names import NameTemplate
     from svdpp.driver.job_lines import LineReader
-    from svdpp.driver.jobs import OutputPolicy
     from svdpp.driver.manifest import RunManifest
+    from svdpp.driver.output_policy import OutputPolicy
 
 _MAX_PATIENCE_SECONDS = 30 * 86400.0
 # Options that are allowed with `--server`, because they have the same effect as in a local run, or
@@ -144,7 +144,7 @@ def run_at_server(
 
     options.check_server(launched)
     policy = options.policy(is_restarted=False, replaces_changed=True)
-    require(policy.format == "mp4", "`format`: a server makes mp4", "leave it out")
+    require(policy.encoding.format == "mp4", "`format`: a server makes mp4", "leave it out")
     wrong = "`out` names a file, and --jobs makes a folder of clips"
     require(not policy.single_clip, wrong, "name a folder")
     log.open(console, None)

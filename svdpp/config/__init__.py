@@ -21,6 +21,7 @@ from svdpp.config.pipeline import (
     DUMMY_MODEL,
     ClipRequest,
     Dtype,
+    Encoding,
     LatentSpec,
     ModelConfig,
     OutputConfig,

@@ -406,18 +406,31 @@ def reference_names(count: int) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputConfig:
-    """Path and encoding of the file to which a clip is written."""
+class Encoding:
+    """Format and quality of the files of clips."""
 
-    path: str
     format: VideoFormat = "mp4"
     crf: int = 18
     """Constant rate factor of H.264, 0 (lossless) to 51."""
 
     def __post_init__(self) -> None:
-        check_type("path", self.path, str)
         check_choice("format", self.format, get_args(VideoFormat))
         check_int("crf", self.crf, 0, 51)
+
+
+#: Names of the fields of `Encoding`, which are also keys in the JSON of a clip.
+ENCODING_FIELDS = tuple(each.name for each in fields(Encoding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(Encoding):
+    """Path and encoding of the file to which a clip is written."""
+
+    path: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_type("path", self.path, str)
 
     @property
     def json_path(self) -> str:
@@ -556,7 +569,7 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     Args:
         metadata: JSON of a clip.
     """
-    return (*_latent_identity(metadata), "format", "crf")
+    return (*_latent_identity(metadata), *ENCODING_FIELDS)
 
 
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from svdpp.diagnostics.run_metrics import RankRunMetrics, RunMetrics, WorkMetrics, parse_run_metrics
-from svdpp.driver.manifest import MANIFEST, read_manifest
+from svdpp.driver.manifest import read_manifest
+from svdpp.driver.output_policy import MANIFEST
 from svdpp.errors import InputError, RequestError
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.forecast import forecast_layout

@@ -31,7 +31,7 @@ from svdpp.config import (
     sampling_from,
 )
 from svdpp.config.limits import MAX_SEED, read_small_file
-from svdpp.config.pipeline import parameters_sha256, sampling_fields
+from svdpp.config.pipeline import ENCODING_FIELDS, parameters_sha256, sampling_fields
 from svdpp.config.sampling import as_whole
 from svdpp.errors import InputError, describe_fault, fault_details, recorded_name, recorded_path
 from svdpp.media.images import MediaFile
@@ -109,7 +109,7 @@ def clip_metadata(
         **_fields(config, "num_threads", "deterministic"),
         **({} if sampling.family == "svd" else _fields(inputs, *_PROMPT_FIELDS)),
         **_fields(sampling, *sampling_fields(sampling.family)),
-        **_fields(output, "format", "crf"),
+        **_fields(output, *ENCODING_FIELDS),
         "versions": versions() | _versions_of_extras(config, checkpoint, loras),
         "exact": "unproven" if divides_batches(config, checkpoint) else True,
     }

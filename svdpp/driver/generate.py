@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from svdpp.config import DEFAULT_MODEL, ModelConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import require
 from svdpp.driver.jobs import (
-    OutputPolicy,
     check_outputs,
     find_refused_jobs,
     fit_request_to_jobs,
@@ -22,6 +21,7 @@ from svdpp.driver.jobs import (
     plan_clips,
 )
 from svdpp.driver.manifest import open_manifest
+from svdpp.driver.output_policy import OutputPolicy
 from svdpp.driver.progress_bar import ProgressBar
 from svdpp.driver.request import PipelineRequest, default_dtype, find_device
 from svdpp.driver.resolve import resolve_config
@@ -118,7 +118,7 @@ def generate(
     with _removed_on_failure(temporary), process_lifetime.temp_folder("svdpp-images-") as images:
         policy = OutputPolicy.at(Path(out), format=format, overwrite=overwrite, resume=resume)
         reader = SourceReader(
-            model_config, checkpoint, parameters, format=policy.format, folder=images
+            model_config, checkpoint, parameters, format=policy.encoding.format, folder=images
         )
         requested = reader.jobs(inputs, prompts, negative_prompt, seeds)
         jobs = name_and_count_jobs(requested, policy)

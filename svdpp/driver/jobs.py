@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from svdpp.config import (
     PipelineConfig,
     PromptedSampling,
     SamplingConfig,
-    VideoFormat,
 )
 from svdpp.config.limits import LARGE_MEGAPIXELS, MAX_CLIPS, require
 from svdpp.config.loras import ordered_by_loras
@@ -27,8 +25,9 @@ from svdpp.config.pipeline import (
 )
 from svdpp.driver.clip_metadata import check_clip_metadata, parse_clip_json, weights_identity
 from svdpp.driver.clip_names import NameTemplate, name_jobs
-from svdpp.driver.clip_table import CLIP_TABLE, read_names
-from svdpp.driver.manifest import MANIFEST, read_manifest
+from svdpp.driver.clip_table import read_names
+from svdpp.driver.manifest import read_manifest
+from svdpp.driver.output_policy import OutputPolicy
 from svdpp.driver.request import PipelineRequest
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.run_job import RunJob
@@ -40,7 +39,6 @@ from svdpp.media.inputs import check_image_shapes
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
-_VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mpg", ".webm")
 # Number of frames to assume for clips that do not set it. The largest clip of a run is searched for
 # before the model's default is read. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
@@ -49,85 +47,6 @@ _LINE_FIELDS = (
     *("input_sha256", "last_image_sha256", "references_sha256", "videos_sha256"),
     *("prompt", "negative_prompt", "seed", "lora"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputPolicy:
-    """Policy of a run for the output folder, the names of the clips, and existing files.
-
-    With `resume`, finished clips are kept, and unfinished clips resume from their checkpoints in
-    `latents_folder`. A run that a launcher has restarted (`is_restarted`) does the same. With
-    `overwrite`, a restarted run also replaces finished clips that have other parameters.
-    """
-
-    folder: Path
-    single_clip: str = ""
-    """Name of the run's only clip, without the suffix; empty if the run makes a folder of clips."""
-    format: VideoFormat = "mp4"
-    crf: int = 18
-    overwrite: bool = False
-    resume: bool = False
-    replaces_changed: bool = False
-    """Whether `resume` replaces a clip whose input or sampling parameters have changed, as in runs
-    with a jobs file."""
-    is_restarted: bool = False
-    latents_folder: Path | None = None
-
-    @staticmethod
-    def at(out: Path, *, format: VideoFormat | None = None, **more: Any) -> OutputPolicy:
-        """Return the policy for a folder of clips, or for the file of a single clip.
-
-        Args:
-            out: Path of a folder, or of a file with the suffix of a video format.
-            format: Format of the clips; None: the format of the file's suffix, or mp4 for a folder.
-            more: Further fields of the policy.
-
-        Raises:
-            RequestError: The suffix contradicts the format, or a value is out of range.
-        """
-        suffix = out.suffix.lower()
-        is_file = suffix in _VIDEO_SUFFIXES and not out.is_dir()
-        formats = (format,) if format else ("mp4", "gif", "webp")
-        if is_file and suffix[1:] not in formats:
-            known = ", ".join(f".{name}" for name in formats)
-            raise RequestError(
-                f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
-                "a path without the suffix of a video names a folder",
-                details={"path": str(out), "supported": list(formats)},
-            )
-        kind: Any = format or (suffix[1:] if is_file else "mp4")
-        policy = OutputPolicy(
-            folder=out.parent if is_file else out,
-            single_clip=out.name[: -len(suffix)] if is_file else "",
-            format=kind,
-            **more,
-        )
-        # The constructor checks path, format and crf.
-        OutputConfig(path=str(out), format=kind, crf=policy.crf)
-        return policy
-
-    @property
-    def keeps_finished(self) -> bool:
-        """Whether existing clips with the requested parameters are kept."""
-        return self.resume or self.is_restarted
-
-    @property
-    def manifest(self) -> Path:
-        """Path of the run's manifest, in the folder of the clips."""
-        return self._own_file(MANIFEST)
-
-    @property
-    def clip_table(self) -> Path:
-        """Path of the table of the run's clips, in the folder of the clips."""
-        return self._own_file(CLIP_TABLE)
-
-    def _own_file(self, name: str) -> Path:
-        return self.folder / (f"{self.single_clip}.{name}" if self.single_clip else name)
-
-    @property
-    def recorded_names(self) -> dict[str, list[str]]:
-        """Names that an earlier run gave to clips, by `job_key`; empty if no clips are kept."""
-        return read_names(self.clip_table) if self.keeps_finished else {}
 
 
 def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
@@ -151,21 +70,22 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     # The folder is listed only once, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
-    suffix = video.FORMAT_SUFFIXES[policy.format]
-    files = (f"{job.name}{suffix}" for job in jobs)
-    existing = [name for name in files if name in there or f"{name}.json" in there]
+    outputs = (policy.output_of(job.name) for job in jobs)
+    existing = [
+        output
+        for output in outputs
+        if not there.isdisjoint(map(os.path.basename, (output.path, output.json_path)))
+    ]
     if existing and not (policy.overwrite or policy.keeps_finished):
-        name = existing[0] if existing[0] in there else f"{existing[0]}.json"
-        first = str(policy.folder.absolute() / name)
+        has_clip = os.path.basename(existing[0].path) in there
+        first = existing[0].path if has_clip else existing[0].json_path
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
             f"{len(existing)} {noun} already, the first is {first!r}",
             "`resume` keeps finished clips, `overwrite` replaces them",
             details={"existing": len(existing), "asked": len(jobs)},
         )
-    for name in existing:
-        path = str(policy.folder.absolute() / name)
-        output = OutputConfig(path=path, format=policy.format, crf=policy.crf)
+    for output in existing:
         video.check_output(output)
         output_files.check_replaceable(output.json_path)
     if not policy.overwrite:
@@ -173,7 +93,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     output_files.check_writable(policy.folder)
     if policy.latents_folder is not None:
         output_files.check_writable(policy.latents_folder)
-    if policy.format == "mp4":
+    if policy.encoding.format == "mp4":
         find_ffmpeg()
     return len(existing)
 
@@ -291,7 +211,6 @@ def find_refused_jobs(
         checkpoint: Checkpoint of the pipeline's model.
     """
     scheduler = RequestScheduler(config, checkpoint)
-    resolver = JobResolver(config, checkpoint, folder=Path())
     errors: dict[SamplingConfig, SvdppError | None] = {}
     lora_errors: dict[tuple[Lora, ...], SvdppError | None] = {}
     refused = []
@@ -302,7 +221,8 @@ def find_refused_jobs(
                 errors[job.sampling] = _refusal(scheduler.check_routes, job.sampling)
             error = errors[job.sampling]
         if error is None:
-            sampling = resolver.sampling_of(job) or config.sampling
+            resolved = job.sampling and scheduler.resolve_sampling(job.sampling)
+            sampling = resolved or config.sampling
             error = _refusal(checkpoint.check_request, sampling, job.request())
             error = error or _refusal(check_image_shapes, job.made_from.images, sampling)
         if error is None:
@@ -341,9 +261,7 @@ def plan_clips(
         RequestError: The model cannot make a clip, or an existing clip has other parameters.
         InputError: The JSON beside an existing clip is not a clip's JSON.
     """
-    resolver = JobResolver(
-        config, checkpoint, folder=policy.folder, format=policy.format, crf=policy.crf
-    )
+    resolver = JobResolver(config, checkpoint, policy)
     plan, folder = RunPlan(resolver), policy.latents_folder
     saved, weights = set[str](), None
     if folder is not None:

@@ -20,6 +20,7 @@ from svdpp.config import PipelineConfig
 from svdpp.config.limits import read_small_file
 from svdpp.driver.clip_table import ClipTable
 from svdpp.driver.file_thread import FileThread
+from svdpp.driver.output_policy import MANIFEST
 from svdpp.driver.run_plan import RunPlan
 from svdpp.errors import InputError, OutputError, error_to_dict, redact_all
 from svdpp.media import output_files
@@ -27,8 +28,6 @@ from svdpp.plan.actions import Action, Kind
 from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heartbeat
 
 SCHEMA_VERSION = 1
-#: Name of the manifest's file in the output folder.
-MANIFEST = "run.json"
 
 # Seconds between two writes of the manifest: short enough to follow a run, and long enough for a
 # network folder.

@@ -40,6 +40,7 @@ class RequestScheduler:
         # LoRA files, by `Lora` with weight 1. Each file has two keys: a `Lora` with the name in the
         # request, and one with the path that was found.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
+        self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
         self.router = Router(config, checkpoint)
         """Router of the clips. Each rank has an equal router, and so computes the same routes."""
 
@@ -66,6 +67,22 @@ class RequestScheduler:
             return replace(request, sampling=None)
         self.router.config_with(sampling)
         return replace(request, sampling=sampling)
+
+    def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig | None:
+        """Return resolved sampling parameters; None: they are the parameters of the pipeline.
+
+        Equal parameters are resolved only once, because a run may have 100,000 clips.
+
+        Args:
+            sampling: Sampling parameters of a clip, as requested.
+
+        Raises:
+            RequestError: The model cannot make clips with these parameters.
+        """
+        if sampling not in self._resolved:
+            request = self.resolve_request(ClipRequest(seed=0, sampling=sampling))
+            self._resolved[sampling] = request.sampling
+        return self._resolved[sampling]
 
     def find_loras(self, loras: Iterable[Lora]) -> tuple[LoraFile, ...]:
         """Return the files of a clip's LoRAs. Each file is searched for and checked only once.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig, VideoFormat
+from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
 from svdpp.driver.clip_metadata import clip_metadata
+from svdpp.driver.output_policy import OutputPolicy
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.run_job import RunJob
-from svdpp.media import video
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Schedule
 
@@ -45,26 +44,16 @@ class JobResolver:
     Args:
         config: Resolved configuration of the pipeline.
         checkpoint: Checkpoint of the pipeline's model.
-        folder: Folder of the clips.
-        format: Format of the clips.
-        crf: Quality of the clips, as in ffmpeg's option -crf.
+        policy: Policy of the run for its clips.
     """
 
     def __init__(
-        self,
-        config: PipelineConfig,
-        checkpoint: Checkpoint,
-        *,
-        folder: Path,
-        format: VideoFormat = "mp4",
-        crf: int = 18,
+        self, config: PipelineConfig, checkpoint: Checkpoint, policy: OutputPolicy
     ) -> None:
         self.config = config
         self.checkpoint = checkpoint
-        self.folder = folder.absolute()
-        self._format, self._crf = format, crf
+        self.policy = policy
         self._scheduler = RequestScheduler(config, checkpoint)
-        self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
 
     def sampling_of(self, job: RunJob) -> SamplingConfig | None:
         """Return the resolved sampling parameters of a job; None: the parameters of the pipeline.
@@ -72,18 +61,11 @@ class JobResolver:
         Raises:
             RequestError: The model cannot make clips with these parameters.
         """
-        sampling = job.sampling
-        if sampling is None:
-            return None
-        if sampling not in self._resolved:
-            request = self._scheduler.resolve_request(ClipRequest(seed=0, sampling=sampling))
-            self._resolved[sampling] = request.sampling
-        return self._resolved[sampling]
+        return None if job.sampling is None else self._scheduler.resolve_sampling(job.sampling)
 
     def output_of(self, job: RunJob) -> OutputConfig:
         """Return the output file for the clip of a job, which must have a name."""
-        path = self.folder / f"{job.name}{video.FORMAT_SUFFIXES[self._format]}"
-        return OutputConfig(path=str(path), format=self._format, crf=self._crf)
+        return self.policy.output_of(job.name)
 
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
         """Return the pipeline's configuration with the given sampling parameters.

@@ -283,7 +283,9 @@ class BatchTable:
             if not connection.execute(_ADD_LINES, values).fetchall():
                 return False
             if uptime() > until:
-                raise OutputError("the server was stopped for too long during a batch")
+                raise OutputError(
+                    "the batch took too long to store: its files may have been removed"
+                )
             for job in jobs:
                 insert_job(connection, job)
             self._queue.notify(connection, QUEUED)

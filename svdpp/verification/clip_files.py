@@ -19,10 +19,10 @@ import numpy as np
 
 from svdpp.config import OutputConfig
 from svdpp.config.limits import read_small_file
-from svdpp.config.pipeline import LAST_IMAGE, reference_names
+from svdpp.config.pipeline import ENCODING_FIELDS, LAST_IMAGE, reference_names
 from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
 from svdpp.driver.clip_table import CLIP_TABLE
-from svdpp.driver.manifest import MANIFEST
+from svdpp.driver.output_policy import MANIFEST
 from svdpp.errors import InputError, RequestError, located_path
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import video
@@ -351,7 +351,8 @@ def _compare_lossy(
     kind = metadata["format"]
     with temp_folder("svdpp-verify-") as folder:
         again = folder / f"again{video.FORMAT_SUFFIXES[kind]}"
-        output = OutputConfig(path=str(again), format=kind, crf=metadata["crf"])
+        encoding = {name: metadata[name] for name in ENCODING_FIELDS}
+        output = OutputConfig(path=str(again), **encoding)
         video.write_clip(frames, output, fps=metadata["fps"], metadata={}, audio=sound)
         ours, theirs = (video.read_frames(path, kind) for path in (clip.path, again))
         if kind == "mp4" and sound is not None and not _sound_alike(clip.path, again):

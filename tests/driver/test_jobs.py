@@ -16,6 +16,7 @@ import torch
 
 from svdpp.config import (
     ClipRequest,
+    Encoding,
     Lora,
     ModelConfig,
     OutputConfig,
@@ -31,13 +32,13 @@ from svdpp.driver import resolve as memory
 from svdpp.driver.clip_metadata import check_clip_metadata, clip_metadata
 from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
-    OutputPolicy,
     check_outputs,
     fit_request_to_jobs,
     name_and_count_jobs,
     plan_clips,
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
+from svdpp.driver.output_policy import OutputPolicy
 from svdpp.driver.request import PipelineRequest
 from svdpp.driver.resolve import check_memory, resolve_config
 from svdpp.driver.run_job import RunJob, combine_jobs
@@ -266,7 +267,9 @@ def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
     assert {*tmp_path.iterdir()} == files
     for kind, clip in clips.items():
         Path(clip.json_path).unlink()
-        plan = _plan(media_file, OutputPolicy(folder=tmp_path, format=kind, resume=True))
+        plan = _plan(
+            media_file, OutputPolicy(folder=tmp_path, encoding=Encoding(format=kind), resume=True)
+        )
         (kept,) = plan.skipped
         assert (kept["file_sha256"], kept["format"]) == (records[kind]["file_sha256"], kind)
         assert json.loads(Path(clip.json_path).read_text()) == kept

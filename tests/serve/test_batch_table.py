@@ -71,7 +71,7 @@ def test_a_batch_from_request_to_its_last_clip(table: BatchTable, each_store: Jo
     batch = replace(batch, stored=2)
     assert table.validating("m") == [batch]
     assert status(table) == "validating"
-    with pytest.raises(OutputError, match="stopped for too long"):
+    with pytest.raises(OutputError, match="took too long to store"):
         table.add_lines(batch, lines(batch, 1), until=0.0)
     jobs += lines(batch, 1)
     assert table.add_lines(batch, jobs[2:])

@@ -26,7 +26,7 @@ from svdpp.cli.options.declare import (
     option,
     path_option,
 )
-from svdpp.config import VideoFormat
+from svdpp.config import Encoding, VideoFormat
 from svdpp.config.families.registry import LAST_IMAGE_FAMILIES, REFERENCE_FAMILIES
 from svdpp.config.limits import (
     MAX_CLIPS,
@@ -41,7 +41,7 @@ from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.config import SamplingConfig
-    from svdpp.driver.jobs import OutputPolicy
+    from svdpp.driver.output_policy import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.images import MediaFile
     from svdpp.media.inputs import ClipInput
@@ -395,12 +395,12 @@ class OutputOptions:
         Raises:
             RequestError: The suffix of `--out` contradicts `--format`, or a value is out of range.
         """
-        from svdpp.driver.jobs import OutputPolicy
+        from svdpp.driver.output_policy import OutputPolicy
 
         policy = OutputPolicy.at(
             self.out,
             format=self.format,
-            crf=self.crf,
+            encoding=Encoding(crf=self.crf),
             overwrite=self.overwrite,
             resume=self.resume,
             replaces_changed=replaces_changed,
