@@ -1,6 +1,6 @@
 """Entry point of `python -m svdpp`, `torchrun -m svdpp`, and the `svdpp` script.
 
-At import, nothing else of svdpp is imported, so that `main` can first install a handler of Ctrl-C.
+This module imports the rest of svdpp inside `main`, after `main` has installed a Ctrl-C handler.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import sys
 def main() -> None:
     """Run the command line, and end the process with its exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        # Before a command has installed its own handler, Ctrl-C may exit at once without cleanup.
+        # Until a command installs its own handler, Ctrl-C exits at once: nothing needs cleanup yet.
         signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
     _print_any_name()
 
     from svdpp.launch import process_lifetime
 
     process_lifetime.tune_gc()
-    # The variables must be set before libraries are imported that read them.
+    # Libraries read these environment variables when they are imported, so they are set first.
     process_lifetime.set_environment_defaults()
     from svdpp.cli.app import run_command_line
     from svdpp.cli.failures import exit_immediately
@@ -32,8 +32,8 @@ def main() -> None:
         # A normal exit would wait forever for threads that wait for other ranks.
         process_lifetime.exit_process(code)
     if code > 128:
-        # The process kills itself by a signal, because Python would take a second or more to unload
-        # torch.
+        # A signal ended the command. A normal exit of Python would take a second or more to unload
+        # torch, so the process skips it.
         sys.stdout.flush()
         sys.stderr.flush()
         exit_immediately(code - 128)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _print_any_name() -> None:
-    """Make stdout print file names that are not valid UTF-8 as their bytes, as `ls` does."""
+    """Let stdout print file names that are not valid UTF-8: their bytes are written unchanged."""
     out = sys.stdout
     if isinstance(out, io.TextIOWrapper) and (out.encoding, out.errors) == ("utf-8", "strict"):
         out.reconfigure(errors="surrogateescape")

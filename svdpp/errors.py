@@ -3,7 +3,7 @@
 An error consists of one sentence for the user and, if there is a fix, a hint. Errors contain only
 strings and JSON values, so that another process can raise them again with the same type. Errors,
 tracebacks, logs and JSON pass through `redact`, and paths in clip metadata through `recorded_path`.
-This module imports no other package.
+This module imports only the standard library.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
-#: Smallest length of a value that counts as a secret. Shorter values are switches such as `1` or
-#: `none`, whose removal would garble texts.
+#: Smallest length of an environment variable's value that counts as a secret. Shorter values are
+#: switches such as `1` or `none`; to remove them would garble texts.
 _SECRET_LENGTH = 8
 # Tokens of huggingface.co are hf_ and 34 letters and digits; older tokens can have 30.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
-#: Pattern of the folders of an absolute path. Folders may contain blanks if the path is quoted or
-#: is the whole text.
+#: Pattern of the folders in an absolute path, such as `/home/ann/` in `/home/ann/a.png`. Folders
+#: may contain blanks if the path is quoted or is the whole text.
 _FOLDERS = re.compile(
     r"""(?<=['"])~?/[^'"]*/(?=[^'"/])|\A~?/[^'"]*/(?=[^/]+\Z)|(?<![\w:/.~'"])~?/\S*/(?=[^\s/])"""
 )
-# Control characters: C0 without the line break, DEL, C1, and marks of the writing direction.
+# Control characters: C0 without the line break, DEL, C1, Unicode's line and paragraph separators,
+# and marks of the writing direction.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-# User name and password in a URL. A password without percent-encoding may contain any character, so
-# the last @ ends it, unless a port follows the colon.
+# User name and password in a URL. A password that is not percent-encoded may contain `@`, so it
+# ends at the last `@`. In `http://host:8000/a@b`, a port follows the colon, and no password.
 _URL_PASSWORD = re.compile(
     r"(?<=://)(?:[^/\s@'\":]*:(?!\d{1,5}(?:[/?#\s'\"]|$))[^\s'\"]*|[^/\s@'\"]+)@"
     r"|(?<=[?&]password=)[^\s'\"&]+"
@@ -46,8 +47,9 @@ class SvdppError(Exception):
         hint: Fix, usually the next command to type; empty if there is no fix.
         details: Numbers in the message and other facts for programs, by name; JSON values.
 
-    Message and hint name fields of configurations in backticks, such as `num_frames`. The command
-    line and the server replace these names by their own names of the fields; see `write_fields`.
+    Messages and hints write the names of configuration fields in backticks, such as `num_frames`.
+    The command line and the server then show their own name, such as `--frames`; see
+    `write_fields`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -83,14 +85,14 @@ class RequestError(SvdppError, ValueError):
 
 
 class VerificationError(SvdppError, RuntimeError):
-    """Error for a verification whose two results should be equal and are not."""
+    """Error for clips that differ from their reference, such as diffusers' result on one device."""
 
     exit_code = 3
     meaning = "verify found a difference"
 
 
 class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
-    """Error for too little memory. The message names the work; the hint names options that help.
+    """Error for too little memory. The message names the failed work, the hint options that help.
 
     `details` contains `requested_bytes`, `free_bytes`, `device` and `rank`, as far as known.
     """
@@ -99,8 +101,8 @@ class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
     meaning = "out of memory"
 
 
-# Texts in out-of-memory errors: of CUDA and NCCL, of cuBLAS and cuDNN, of torch's CPU allocator
-# (which raises a plain RuntimeError), and of mmap.
+# Texts in out-of-memory errors: of CUDA and NCCL, of cuBLAS and cuDNN, and two of torch's CPU
+# allocator, which raises a plain RuntimeError and words it differently on other platforms.
 _NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -111,8 +113,9 @@ def first_line(error: object) -> str:
         error: Exception, or the text of an exception.
 
     Returns:
-        Line of at most 300 characters. If it ends with a colon, the second line is added. If the
-        message is empty, the name of the exception's type is returned.
+        Line of at most 300 characters; characters that are not printable become `?`. If the line
+        ends with a colon, the second line is added. If the message is empty, the name of the
+        exception's type is returned.
     """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     text = " ".join(map(str.strip, lines[:2])) if lines[0].endswith(":") else lines[0]
@@ -142,8 +145,8 @@ def memory_details(error: BaseException) -> dict[str, Any]:
         error: Error of torch, whose text is parsed, or svdpp's own `OutOfMemoryError`.
 
     Returns:
-        `requested_bytes`, `free_bytes` and `device`, as far as known. On CUDA, torch's text has
-        sizes in GiB or MiB with two decimals.
+        `requested_bytes`, `free_bytes` and `device`, as far as known. Sizes on CUDA are inexact,
+        because torch prints them in GiB or MiB with two decimals.
     """
     if isinstance(error, OutOfMemoryError):
         return dict(error.details)
@@ -167,8 +170,8 @@ class RankError(SvdppError, RuntimeError):
     """Error for a rank that has died, failed, stalled or never started.
 
     Args:
-        grid: Drawing with a line for each rank, time from left to right, and a mark at the failed
-            rank; empty if no rank had done any work.
+        grid: Text drawing of the run, with a line for each rank, time from left to right, and a
+            mark at the failed rank; empty if no rank had done any work.
         trace: Traceback or last output of the failed rank, for `--debug` and the log.
     """
 
@@ -197,11 +200,12 @@ class TransportError(RankError):
 
 
 class MismatchError(TransportError):
-    """Error for a packet that differs from the expected packet, which is the sender's fault.
+    """Error for a packet that is not the one that the receiver expects. The sender is at fault.
 
     `details` contains `clip`, `step`, `from_rank` and `to_rank`. For each value that differs, such
     as `next_step`, `shape`, `dtype`, `bytes` or `tensors`, it contains `sent_<value>` and
-    `expected_<value>`. `missing` and `extra` are names of tensors.
+    `expected_<value>`. `missing` and `extra` list the names of tensors that the packet lacks, and
+    of tensors that it should not have.
     """
 
 
@@ -242,7 +246,7 @@ class TargetMissedError(SvdppError, RuntimeError):
 
 
 class ServerError(SvdppError, RuntimeError):
-    """Error for a server that cannot be reached, rejects the key, or no longer has a clip."""
+    """Error for a server that cannot be reached, rejects the API key, or no longer has a clip."""
 
     exit_code = 11
     meaning = "the server of a run cannot be used"
@@ -251,7 +255,7 @@ class ServerError(SvdppError, RuntimeError):
 class Interrupted(BaseException):
     """Exception for a signal that ended the run.
 
-    The class does not inherit from `Exception`, because libraries would catch the exception.
+    The class does not inherit from `Exception`, because libraries catch every `Exception`.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -312,11 +316,11 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
 
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
-    """Return a copy of the error with the highest exit code, whose message begins with `count`.
+    """Return a copy of the error with the highest exit code. `count` is put before its message.
 
     Args:
         errors: One or more errors.
-        count: Beginning of the returned error's message, such as `2 of 5 clips failed`.
+        count: Text such as `2 of 5 clips failed`.
     """
     worst = max(errors, key=exit_code_of)
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
@@ -332,11 +336,12 @@ def fields_in(text: str) -> list[str]:
 
 
 def write_fields(text: str, names: Mapping[str, str]) -> str:
-    """Return a message or hint in which the users' names replace the names of fields.
+    """Return a message or hint with the names of fields replaced by names that the user knows.
 
     Args:
         text: Message or hint with names of fields in backticks.
-        names: Users' name of each field, such as `--frames`. Other fields are not replaced.
+        names: Name for the user of each field, such as `--frames` for `num_frames`. A field that
+            `names` lacks stays as it is.
     """
     for field in fields_in(text):
         text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
@@ -415,14 +420,14 @@ _WANTED = {
 def redact(text: str) -> str:
     """Return `text` without secrets, and with `~` in place of the user's home folder.
 
-    Secrets are the values of environment variables with a name such as `*TOKEN*`, hub tokens, and
-    user names and passwords in URLs.
+    Secrets are the values of environment variables with a name such as `*TOKEN*`, tokens of the
+    Hugging Face hub, and user names and passwords in URLs.
     """
     return redaction()(text)
 
 
 def redaction() -> Callable[[str], str]:
-    """Return a function like `redact`, which uses the present environment variables."""
+    """Return a function that works like `redact`. The environment variables are read only now."""
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     # Long secrets are replaced first, because a secret can contain another secret.
@@ -444,12 +449,12 @@ def _hidden(found: re.Match[str]) -> str:
 
 
 def redact_tokens(text: str) -> str:
-    """Return `text` without hub tokens, for names that a user may copy into a command."""
+    """Return `text` without hub tokens. Paths stay whole, so a user can copy a command from it."""
     return _HUB_TOKEN.sub("hf_***", text)
 
 
 def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
-    """Return a JSON value in which every string is redacted, except keys.
+    """Return a copy of a JSON value with all its strings redacted; keys of dicts stay.
 
     Args:
         value: JSON value of strings, numbers, lists and dicts.
@@ -471,7 +476,7 @@ def without_folders(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return `text` with Python's escapes in place of control characters, except line breaks.
+    r"""Return `text` with control characters as Python's escapes, such as `\x1b`; line breaks stay.
 
     A terminal interprets control characters, so a file name with such characters could forge
     output.
@@ -480,7 +485,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `printable(text)` with escapes in place of line breaks, which could forge a line."""
+    """Return `printable(text)` with line breaks escaped too, because they could forge a line."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -490,10 +495,10 @@ def without_controls(name: str) -> str:
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """Return the text that a file in `folder` should contain for `path`: a relative path.
+    """Return the text to write for `path` into a file in `folder`: a path relative to `folder`.
 
     Relative paths reveal little about the machine. If `path` is below the user's home and `folder`
-    is not, the text is `~/...`. The inverse is `located_path` with the same folder.
+    is not, the text is `~/...`. `located_path` with the same folder returns the path again.
 
     Args:
         path: Path, absolute or relative to the working folder.
@@ -520,7 +525,7 @@ def located_path(text: str, folder: str | Path) -> Path:
 
 
 def recorded_name(name: str) -> str:
-    """Return the text by which to record a model's name: `~/...` for folders below the home."""
+    """Return a model's name to write into files: `~/...` for a folder below the user's home."""
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)
@@ -528,7 +533,7 @@ def recorded_name(name: str) -> str:
 
 
 def _homes() -> list[str]:
-    """Return the user's home folder, as named and with resolved links; empty if unknown."""
+    """Return the paths of the user's home folder, with and without links; empty if unknown."""
     home = os.path.expanduser("~").rstrip("/")
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)

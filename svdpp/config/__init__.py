@@ -1,6 +1,6 @@
 """Configuration of a run: frozen dataclasses that validate themselves.
 
-`__post_init__` of each class rejects values that cannot run, or that exceed `config.limits`.
+`__post_init__` of each class rejects values that cannot run, or exceed a limit of `config.limits`.
 """
 
 from svdpp.config.added_files import AddedFile, Denoiser, parse_denoiser

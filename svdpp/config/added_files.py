@@ -1,4 +1,4 @@
-"""Requests for weight files beside a checkpoint: the base class of all, and GGUF denoisers."""
+"""Weight files that a user adds to a checkpoint: their base class, and GGUF denoisers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AddedFile:
 
     @property
     def part(self) -> str:
-        """Component name of the denoiser whose weights the file changes or replaces."""
+        """Component of the checkpoint whose weights the file changes or replaces: a denoiser."""
         return "transformer_2" if self.expert == "low" else "transformer"
 
 
@@ -55,8 +55,8 @@ def parse_denoiser(text: str) -> Denoiser:
     """Parse the value of `--denoiser`.
 
     Args:
-        text: Path of a GGUF file, which `:high` or `:low` may follow to name the expert that the
-            file replaces.
+        text: Path of a GGUF file. The ending `:high` or `:low` names the expert that the file
+            replaces, such as `a.gguf:low`.
     """
     for expert in ("high", "low"):
         if text.endswith(f":{expert}"):

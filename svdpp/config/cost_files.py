@@ -10,8 +10,8 @@ from svdpp.config.limits import read_small_file, require
 from svdpp.errors import InputError
 from svdpp.plan.costs import PRESETS, CostModel
 
-# Largest size of a costs file in bytes. The limit is high, because the `run.json` of a run, which
-# contains measured costs, grows with the number of clips.
+# Largest size of a costs file in bytes. The limit is high, because a `run.json` may be read as a
+# costs file, and its size grows with the number of clips.
 _COSTS_BYTES = 2**26
 
 

@@ -23,7 +23,7 @@ class DemoModel:
     license: str
     """License of the weights, as an SPDX identifier."""
     sampling: Mapping[str, Any]
-    """Default values of those sampling parameters whose defaults differ from diffusers'."""
+    """Defaults of sampling parameters, where they differ from diffusers' defaults."""
     prompt: str | None = None
     """Example of a prompt that the model understands; None: the model takes no prompt."""
     words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

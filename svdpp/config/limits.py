@@ -34,7 +34,8 @@ MAX_PROMPT_CHARACTERS = 20_000
 MAX_REFERENCES = 16
 #: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50
-#: Size of an image, in millions of pixels, above which clips of smaller images are scheduled first.
+#: Size in millions of pixels, above which an image is large. Clips of large images are scheduled
+#: after all other clips.
 LARGE_MEGAPIXELS = 4
 #: Largest number of clips of one run, which is the number of inputs times the number of seeds.
 MAX_CLIPS = 100_000
@@ -92,7 +93,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
         RequestError: The value is not an int, or out of range.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    # `require` would build its message also for a valid value, which takes long for 100,000 clips
+    # `require` needs its message even for a valid value; to build it is too slow for 100,000 clips
     if not (is_whole and low <= value <= high):
         what = "" if is_whole else "a whole number, "
         raise RequestError(
@@ -168,13 +169,13 @@ def is_number(value: Any) -> bool:
 
 
 def detail_value(value: Any) -> Any:
-    """Return `value` for an error's `details`: text, unless it is a number, bool or None."""
+    """Return a JSON value for an error's `details`: a number, bool or None stays, else text."""
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)
 
 
 def shown(value: Any) -> str:
-    """Return `value` as text for a message, shortened to 60 characters."""
+    """Return the `repr` of `value` for a message, shortened to 60 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python does not convert an int of more than 4300 digits

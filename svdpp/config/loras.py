@@ -22,7 +22,7 @@ from svdpp.errors import RequestError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(AddedFile):
-    """Requested LoRA, and the weight with which the LoRA is added to the denoiser."""
+    """Requested LoRA: its file, and the weight by which it is scaled when it is added."""
 
     config_field, noun, suffix = "loras", "LoRA", ".safetensors"
 
@@ -63,7 +63,8 @@ def parse_loras(value: object) -> tuple[Lora, ...]:
             objects; JSON text of an object or a list; or None for no LoRAs.
 
     Raises:
-        RequestError: The value has none of these forms, or a weight is out of range.
+        RequestError: The value has none of these forms, has too many LoRAs, or a weight is out of
+            range.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -117,8 +118,8 @@ def _parse_text(text: str) -> Lora:
 def ordered_by_loras(loras: Iterable[tuple[Lora, ...]]) -> list[int]:
     """Return the indices of clips, ordered so that clips with equal LoRAs follow each other.
 
-    In this order, ranks switch LoRAs only once for each set of LoRAs. The sets are in the order of
-    their first clips. The order of clips with the same set does not change.
+    In this order, ranks load each set of LoRAs only once. The sets are in the order of their first
+    clips. Clips with the same set stay in their order.
 
     Args:
         loras: LoRAs of each clip.

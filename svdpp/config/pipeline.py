@@ -70,10 +70,9 @@ def amp_error() -> RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """Shape and dtype that a rank expects of the latent in a packet (a clip's state) it receives.
+    """Shape and dtype of the latent that a rank expects to receive from another rank.
 
-    Shape and dtype depend on the sampling parameters and on the step; see
-    `EngineModel.latent_spec`.
+    Both depend on the sampling parameters and on the step; see `EngineModel.latent_spec`.
 
     Raises:
         RequestError: The number of axes of `shape` differs from that of `dims`, a size is below 1,
@@ -84,8 +83,9 @@ class LatentSpec:
     """Size of each axis, in the order of the letters of `dims`."""
     dtype: Dtype = "fp32"
     dims: str = "BCFHW"
-    """Axes, one letter each: B (batch), C (channels), F (frames), H, W, and N for all positions of
-    all frames. The default is the order of the dummy model, which Conv3d requires."""
+    """Axes, one letter each: B (batch), C (channels), F (frames), H, W, and N (one axis for all
+    positions of all frames). The default is the order that Conv3d, and so the dummy model,
+    requires."""
 
     def __post_init__(self) -> None:
         named = f"latent shape {' '.join(map(shown, self.shape))}"
@@ -114,9 +114,9 @@ class ModelConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub model; None: the main branch."""
     component_revisions: tuple[tuple[str, str], ...] = ()
-    """Name and commit of each component of a modular pipeline that is read at this commit, and not
-    at the revision that the model's index names. They apply only to components in other
-    repositories."""
+    """Pairs (component, commit) for a modular pipeline. The component is read at this commit
+    instead of the revision in the model's index. Only components that the index takes from other
+    repositories are affected."""
     variant: str | None = None
     """Variant of the weight files, such as fp16; None: the plain files, or for a component of a
     modular pipeline the variant that the model's index names."""
@@ -129,8 +129,8 @@ class ModelConfig:
     channels_last: bool = False
     """Whether UNet and VAE use the memory format channels_last, which changes the bits of clips."""
     vae_tiling: bool = False
-    """Whether the VAE encodes and decodes overlapping tiles of a frame, as after diffusers'
-    `vae.enable_tiling()`, which needs less memory, is slower, and changes the bits."""
+    """Whether the VAE encodes and decodes each frame in overlapping tiles, as after diffusers'
+    `vae.enable_tiling()`. This needs less memory, is slower, and changes the bits of clips."""
     loras: tuple[Lora, ...] = ()
     """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
@@ -148,8 +148,8 @@ class ModelConfig:
     pixels; if `dummy_sleeps`, a tiny shape, because the computation must be shorter than the
     sleep."""
     dummy_sleeps: bool = False
-    """Whether the dummy model sleeps in each action as long as the pipeline's `costs` say, and also
-    decodes clips."""
+    """Whether the dummy model sleeps in each action for the seconds that the pipeline's `costs`
+    give. It then also decodes clips."""
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
@@ -189,12 +189,12 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether the model is SVD's default or demo model, or the dummy, so no files must be read."""
+    """Whether the model's family is known without reading files: for SVD, `demo` and `dummy`."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """Return a demo model's default values that differ from diffusers'; empty for other models."""
+    """Return the defaults of a demo model that differ from diffusers'; empty for other models."""
     return DEMO_MODELS[model_name].sampling if model_name in DEMO_MODELS else {}
 
 
@@ -208,15 +208,16 @@ def sampling_of_model(
     num_references: int = 0,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters: given values, then the model's defaults, then diffusers'.
+    """Return sampling parameters: of each, the given value, else the default.
 
-    A default is used only if no value is given for the parameter.
+    The model's default goes before diffusers' default.
 
     Args:
         model_name: Name of the model.
         family: Family of the model.
         values: Values by field name; a value of None counts as not given.
-        from_image: Whether clips start from an image, if the family also makes clips from text.
+        from_image: Whether clips start from an image, and not from text alone. SVD ignores this
+            argument, because its clips always start from an image.
         has_last_image: Whether clips also end at an image.
         num_references: Number of references of each clip, besides its input image.
         memory_opt: Whether to decode two frames at once, unless `decode_chunk_size` is given.
@@ -249,7 +250,7 @@ def sampling_of_model(
 
 
 def _with_old_names(kind: type[_Config]) -> type[_Config]:
-    """Add the fields of `ParallelConfig` to a class, as deprecated arguments and as attributes.
+    """Let a class take the fields of `ParallelConfig` as arguments, and read them as properties.
 
     Until svdpp 0.3, `PipelineConfig` itself had these fields, named as the options of the command
     line. The deprecated arguments will be removed with the next version.
@@ -285,8 +286,8 @@ class PipelineConfig:
     """Device of the ranks: `cpu`, `cuda` (rank r runs on cuda:r), or one device for all ranks, such
     as `cuda:0`."""
     num_threads: int = 1
-    """Number of intra-op threads of each rank on a CPU and of the reference. The bits of clips
-    depend on this number."""
+    """Number of torch's intra-op threads on a CPU, in each rank, and in the run on one device that
+    `verify` compares with. The bits of clips depend on this number."""
     timeout_seconds: float = 600.0
     """Seconds without progress after which a rank counts as stalled, and the run is aborted."""
     start_timeout_seconds: float = 600.0
@@ -296,19 +297,21 @@ class PipelineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Configuration of how the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model by which splits other than `uniform` divide the steps."""
+    """Cost model: seconds of an encode, a step and a decode. Splits other than `uniform` divide the
+    steps by it."""
     expert_boundary: int | None = None
-    """Number of steps that the high-noise expert runs, which is set when the configuration is
-    resolved. None: not resolved yet, or the model has only one denoiser."""
+    """Number of steps that the high-noise expert runs. It is read from the checkpoint when the
+    configuration is resolved. None: not resolved yet, or the model has only one denoiser."""
     tiles: tuple[int, ...] = ()
-    """Number of positions of the latent in each tile of a clip's decode, which is set when the
-    configuration is resolved; empty: not known yet, or ranks cannot share the tiles."""
+    """Size of each tile of a clip's decode, in positions of the latent. The sizes are read from the
+    checkpoint when the configuration is resolved. Empty: not resolved yet, or ranks cannot share
+    the tiles."""
     checksum: bool = False
     """Whether packets between ranks contain a CRC-32 of their tensors, which the receiver
     checks."""
     deterministic: bool = False
-    """Whether ranks and the reference use torch's deterministic algorithms; False: torch's default
-    algorithms."""
+    """Whether ranks, and the run on one device that `verify` compares with, use torch's
+    deterministic algorithms; False: torch's default algorithms."""
     allow_mixed_devices: bool = False
     """Whether ranks may run on different kinds of devices or libraries. Clips are then not bitwise
     equal to a run on one device."""
@@ -348,7 +351,7 @@ class PipelineConfig:
 
     @cached_property
     def layout(self) -> Layout:
-        """Layout of the ranks, which determines which rank runs which steps of a clip.
+        """Layout of the ranks: it says which rank runs which steps of a clip.
 
         Raises:
             RequestError: The ranks do not divide the steps, or the fields contradict each other.
@@ -387,9 +390,9 @@ class PipelineConfig:
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
-#: Name of a clip's input image (or input video, for video-to-video families) among the input files.
+#: Key in `ClipRequest.files` of the input image, or of the input video in video-to-video families.
 IMAGE = "image"
-#: Name of the image at which a clip ends, among the input files; most pipelines have an argument of
+#: Key in `ClipRequest.files` of the image at which a clip ends. Most pipelines have an argument of
 #: this name.
 LAST_IMAGE = "last_image"
 #: Name of the field with the references of a clip.
@@ -397,7 +400,7 @@ REFERENCES = "references"
 
 
 def reference_names(count: int) -> tuple[str, ...]:
-    """Return the names of a clip's references among the input files, in order.
+    """Return the keys in `ClipRequest.files` of a clip's references: `reference_1` and so on.
 
     Args:
         count: Number of references besides the clip's input image.
@@ -522,8 +525,8 @@ def check_prompt(name: str, text: object) -> None:
         text: Value of the field.
 
     Raises:
-        RequestError: The prompt is not a text, is too long, contains a NUL, or contains lone
-            surrogates, to which Python converts bytes that are invalid in the locale's encoding.
+        RequestError: The prompt is not a text, is too long, or contains a NUL or a lone surrogate.
+            Python reads a byte that is invalid in the locale's encoding as a lone surrogate.
     """
     check_type(name, text, str, type(None))
     if text is None:
@@ -575,8 +578,8 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
-    # Pairs of ranks that divide a batch of two may round differently than one rank. Clips from
-    # mixed devices are also unproven, but cannot have pairs.
+    # Pairs of ranks that divide a batch of two may round differently than one rank; their clips are
+    # marked as unproven. So are clips of mixed devices, but those devices cannot form pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # These fields are left out if a clip's JSON lacks them, such as the JSON of svdpp 0.3.
@@ -585,7 +588,7 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
         *("last_image_sha256", "references_sha256", "vae_tiling"),
     )
     added = tuple(name for name in optional if name in metadata)
-    if family == "svd":  # for SVD without the field `family`, which the JSON of svdpp 0.3 lacks
+    if family == "svd":  # the field `family` is left out, because the JSON of svdpp 0.3 lacks it
         return (*common, *sampling_fields(family))
     videos = ("videos_sha256",) if SAMPLING_CLASSES[family].videos else ()
     prompts = ("prompt", "negative_prompt")

@@ -141,7 +141,8 @@ SHARED: Mapping[str, Param] = {
     ),
 }
 
-#: Parameter `video_frames` of families whose clips continue a video, and may have another length.
+#: Parameter `video_frames` of families whose clips continue a video: the number of frames that are
+#: read from the video. The clip itself has `num_frames` frames.
 VIDEO_FRAMES = Param(
     lowest=1,
     highest=MAX_FRAMES,
@@ -201,7 +202,8 @@ class CommonSampling:
 
     #: Divisor of height and width, in pixels.
     side_unit: ClassVar[int] = 8
-    #: Divisor of the number of frames minus `frames_remainder`, such as 4 for 1, 5, 9 and so on.
+    #: The number of frames must be `frames_remainder` plus a multiple of `frames_unit`. With 1 and
+    #: 4, it is 1, 5, 9 and so on.
     frames_unit: ClassVar[int] = 1
     frames_remainder: ClassVar[int] = 1
     #: Axes of the latent, one letter each: B (batch), F (frames), C (channels), H, W, and N for all
@@ -212,13 +214,14 @@ class CommonSampling:
     crops_image: ClassVar[bool] = False
     #: Whether the family's pipeline keeps the aspect ratio of its images, which are references.
     keeps_image_shape: ClassVar[bool] = False
-    #: Largest ratio of an image's longer side to its shorter side; None: the family has no limit
-    #: besides that of all image files.
+    #: Largest ratio of an image's longer side to its shorter side; None: only the limit for all
+    #: image files applies.
     max_image_aspect: ClassVar[int | None] = None
     #: Whether clips start from the frames of a video instead of an image.
     from_video: ClassVar[bool] = False
-    #: Further videos that each clip takes: by the argument of the pipeline's `__call__`, the side
-    #: in pixels to which square frames are resized. None: frames are resized to the clip's size.
+    #: Further videos that each clip takes. A key is an argument of the pipeline's `__call__`, such
+    #: as `face_video`. A value such as 512 means that the video's frames are resized to squares of
+    #: 512 pixels; None means that they are resized to the clip's size.
     videos: ClassVar[Mapping[str, int | None]] = {}
     #: Whether only the default of `num_inference_steps` is possible.
     has_fixed_steps: ClassVar[bool] = False
@@ -250,7 +253,7 @@ class CommonSampling:
             value = getattr(self, name)
             param.check(value)
             if param.kind is float and value is not None:
-                # ints become floats, because 3 and 3.0 would have different hashes
+                # ints become floats, because 3 and 3.0 would give a clip different hashes
                 object.__setattr__(self, name, float(value))
         object.__setattr__(self, "fps", as_whole(self.fps))
         check_choice("fit", self.fit, get_args(Fit))
@@ -302,7 +305,7 @@ class CommonSampling:
 
     @property
     def steps_unit(self) -> int:
-        """Divisor of the number of steps."""
+        """Number that must divide the number of steps."""
         return 1
 
     def with_few_steps(self, lowest: int, num_ranks: int) -> Self:
@@ -311,7 +314,8 @@ class CommonSampling:
         Args:
             lowest: Smallest number of steps of the copy. The family may need more, or may have a
                 fixed number of steps, which the copy keeps.
-            num_ranks: Number of ranks, by which the number of steps is divisible.
+            num_ranks: Number of ranks. The copy's number of steps is a multiple of it, unless the
+                family fixes the number.
         """
         if self.has_fixed_steps:
             return self
@@ -325,7 +329,7 @@ class CommonSampling:
             names: Names of the clip's further videos.
 
         Raises:
-            RequestError: A video is missing, or the family takes no video of this name.
+            RequestError: A video is missing, or the family takes no video of one of the names.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
@@ -377,7 +381,8 @@ class PromptedSampling(CommonSampling):
             too_few = f"`last_image` needs at least 2 `num_frames`, got {self.num_frames}"
             require(self.num_frames > 1, too_few, frames=self.num_frames, lowest=2)
         wrong = (
-            "`decode_chunk_size` is for Stable Video Diffusion; others decode all frames at once"
+            "`decode_chunk_size` is for Stable Video Diffusion; "
+            f"the family {self.family} decodes all frames at once"
         )
         require(self.decode_chunk_size is None, wrong)
 

@@ -16,9 +16,9 @@ class Tolerance:
     frame. If `atol` and `rtol` are 0, the bits must be equal.
 
     Args:
-        atol: Absolute tolerance: a fraction of the highest level for frames and audio, and the
-            difference of values for latents.
-        rtol: Tolerance relative to the value of the reference.
+        atol: Absolute tolerance. For frames and audio, it is a fraction of the highest level; for
+            latents, it is in the unit of the latent.
+        rtol: Tolerance as a fraction of the expected value.
 
     Raises:
         RequestError: `atol` or `rtol` is negative or not finite.
