@@ -14,15 +14,16 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Number of frames of a tile, and numbers of frames and pixels in which two tiles overlap
-# (`AutoencoderKLAllegro`).
+# Tiles of `AutoencoderKLAllegro`: number of frames of a tile, and number of frames in which two
+# successive tiles overlap.
 _TILE_FRAMES, _SHARED_FRAMES = 24, 8
+# Number of pixels in which two neighbouring tiles overlap.
 _SHARED_PIXELS = {"height": 120, "width": 80}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllegroSampling(PromptedSampling):
-    """The parameters of diffusers' `AllegroPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `AllegroPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 16
 
@@ -38,7 +39,7 @@ class AllegroSampling(PromptedSampling):
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     vae = configs.of("vae", sample_size=320, temporal_compression_ratio=4)
-    vae.require("temporal_compression_ratio", 4, "the number of frames of a tile is counted by it")
+    vae.require("temporal_compression_ratio", 4, "because svdpp knows only tiles of 24 frames")
     return {
         "vae_tile_side": vae.positive_int("sample_size", 2**12),
         "frames": (_TILE_FRAMES, MAX_FRAMES, "as the VAE decodes tiles of 24 frames"),
@@ -49,7 +50,8 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     """Check that whole tiles cover the clip, because the VAE leaves all other pixels black.
 
     Raises:
-        RequestError: No whole tile covers some frames or pixels; the hint has the nearest numbers.
+        RequestError: Some frames or pixels lie in no whole tile; the hint names the nearest
+            possible numbers.
     """
     side = checkpoint.vae_tile_side
     assert side is not None
@@ -93,7 +95,8 @@ ALLEGRO = FamilySpec(
     latent_dtype="model",
     checkpoint_facts=_checkpoint_facts,
     check_sampling=_check_sampling,
-    # By default diffusers cleans a prompt only where the package beautifulsoup4 is installed.
+    # By default, diffusers cleans prompts if the package beautifulsoup4 is installed, so the clip
+    # would depend on the installed packages.
     call_arguments=lambda _: {"clean_caption": False},
 )
 

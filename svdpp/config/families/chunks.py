@@ -13,8 +13,8 @@ def check_steps_of_chunks(_: object, sampling: Any) -> None:
     Specs use this function as `FamilySpec.check_sampling`.
 
     Args:
-        sampling: Sampling parameters, whose `num_inference_steps` counts the steps of all chunks,
-            and whose `steps_unit` is the number of chunks.
+        sampling: Sampling parameters. `num_inference_steps` counts the steps of all chunks
+            together; `steps_unit` is the number of chunks.
 
     Raises:
         RequestError: `num_inference_steps` is not a multiple of the number of chunks.

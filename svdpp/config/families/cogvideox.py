@@ -47,10 +47,9 @@ class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the number of the VAE's latent channels.
+    """Return the number of latent channels of the VAE.
 
-    The number of the denoiser's input channels cannot be used: for clips from an image it is twice
-    as large.
+    The denoiser's `in_channels` cannot be used: for clips from an image it is twice as large.
     """
     return int(pipe.vae.config.latent_channels)
 

@@ -62,8 +62,8 @@ class Cosmos3FromVideoSampling(Cosmos3BaseSampling):
 
     family: Literal["cosmos3_v2v"] = "cosmos3_v2v"
     video_frames: int = 5
-    """Number of frames of the video, a multiple of `frames_unit` plus 1, with which the clip begins
-    (diffusers' default)."""
+    """Number of frames of the video with which the clip begins: a multiple of `frames_unit` plus 1.
+    The default is that of diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class Cosmos3DistilledSampling(Cosmos3BaseSampling):
     guidance_scale: float = 1.0
 
 
-#: Parameters of which distilled checkpoints have only one value, each with the reason.
+#: Parameters that can have only one value with a distilled checkpoint, each with the reason.
 _FIXED = {
     "num_inference_steps": "the model is distilled for this number of noise levels",
     "guidance_scale": "the model is distilled to run without guidance",
@@ -130,9 +130,9 @@ def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
-    """Return the arguments for the video: its frames, and the indices of its latent frames."""
-    shown = (sampling.video_frames - 1) // sampling.frames_unit + 1
-    return {"video": frames, "condition_frame_indexes_vision": tuple(range(shown))}
+    """Return the pipeline's arguments for the video: its frames, and its latent frames' indices."""
+    num_latents = (sampling.video_frames - 1) // sampling.frames_unit + 1
+    return {"video": frames, "condition_frame_indexes_vision": tuple(range(num_latents))}
 
 
 _MODULAR = ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_batch=False)

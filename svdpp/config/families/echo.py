@@ -13,7 +13,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class EchoSampling(PromptedSampling):
-    """Sampling parameters of diffusers' `EchoModularPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `EchoModularPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
@@ -30,7 +30,7 @@ class EchoSampling(PromptedSampling):
     max_sequence_length: int = 1024
 
 
-#: Parameters that other families have and this pipeline lacks, each with the reason.
+#: Parameters that users cannot choose in this family, each with the reason.
 _FIXED = {
     "num_inference_steps": "the model is distilled for the 8 noise levels that diffusers publishes",
     "guidance_scale": "the model runs without guidance",
@@ -55,7 +55,7 @@ ECHO = FamilySpec(
     decode_components=LTX2.decode_components,
     component_classes=LTX2.component_classes,
     pipeline_package=LTX2.pipeline_package,
-    # diffusers' documentation of the pipeline loads `audio_vae` in float32, too.
+    # The example in diffusers' documentation of the pipeline also loads `audio_vae` in float32.
     fp32_components=frozenset({"audio_vae"}),
     loras=False,
     latent_dtype="model",

@@ -9,14 +9,14 @@ from svdpp.config.limits import require
 
 
 def check_fixed(sampling: Any, reasons: Mapping[str, str]) -> None:
-    """Check that parameters have the family's defaults.
+    """Check that certain parameters have the family's defaults.
 
     Args:
         sampling: Sampling parameters.
-        reasons: Reason why a parameter has only one value, by the name of the parameter.
+        reasons: Parameters to check: the name of each, and why it can have only its default.
 
     Raises:
-        RequestError: A parameter has another value.
+        RequestError: One of these parameters has another value.
     """
     for name, reason in reasons.items():
         value, only = getattr(sampling, name), getattr(type(sampling), name)

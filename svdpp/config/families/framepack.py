@@ -14,7 +14,7 @@ from svdpp.config.sampling import PromptedSampling
 _CHUNK = 36
 # Number of frames by which the pipeline divides `num_frames` to get the number of chunks.
 _WINDOW = 33
-# Number of latent frames of each chunk; the pipeline's default of `latent_window_size`.
+# Number of latent frames of each chunk: the default of the pipeline's `latent_window_size`.
 _LATENT_FRAMES = 9
 
 
@@ -46,7 +46,10 @@ def _chunks_of(sampling: Any) -> int:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return `num_inference_steps` for one chunk, and `num_frames` for the number of chunks."""
+    """Return the call's arguments: the steps of one chunk, and frames that give all chunks.
+
+    The pipeline divides `num_frames` by `_WINDOW` to get the number of chunks.
+    """
     chunks = _chunks_of(sampling)
     return {
         "num_frames": chunks * _WINDOW,

@@ -16,7 +16,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
         sampling: Sampling parameters.
 
     Raises:
-        RequestError: A clip from an image has one frame.
+        RequestError: The clip starts from an image and has only one frame.
     """
     require(
         not sampling.from_image or sampling.frames > 1,
@@ -27,7 +27,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
 
 
 def check_video_frames(sampling: Any) -> None:
-    """Check that the VAE can encode the frames of a video without a rest.
+    """Check that the VAE can encode all frames of a video: 1 frame, then whole groups of frames.
 
     Args:
         sampling: Sampling parameters with `video_frames`.

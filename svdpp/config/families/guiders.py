@@ -6,17 +6,18 @@ from collections.abc import Mapping
 
 from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 
-#: Regular expression for the classes of guiders with which modular clips have been proven equal to
-#: diffusers'. Their state, such as the momentum of `AdaptiveProjectedGuidance`, is in packets.
+#: Regular expression for classes of guiders. With these guiders, clips of modular pipelines have
+#: been proven equal to diffusers'. Packets contain the state of the guiders, such as the momentum
+#: of `AdaptiveProjectedGuidance`.
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
-#: `GUIDER_CLASSES` and the guider that skips layers, for denoisers whose layers diffusers can skip,
-#: such as Wan's.
+#: `GUIDER_CLASSES` and the guider that skips layers. Only for denoisers whose layers diffusers can
+#: skip, such as Wan's.
 GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
 
-#: The only supported values of `skip_layer_config`, other than `indices`, by key. The first one is
-#: diffusers' default.
+#: Supported values of each key of `skip_layer_config`, except `indices`. The first value is the
+#: default of diffusers.
 _SKIPPED_LAYERS: Mapping[str, tuple[object, ...]] = {
     "fqn": ("auto", "blocks"),
     "skip_attention": (True,),
@@ -31,8 +32,8 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
 
     Args:
         configs: Configs of the checkpoint.
-        names: Names of the pipeline's guiders. diffusers creates those that the checkpoint's index
-            does not name.
+        names: Names of the pipeline's guiders. A guider that the checkpoint's index does not name
+            is not checked, because diffusers creates a default guider for it.
 
     Raises:
         ModelError: A guider has no class or is disabled, or diffusers cannot run it with its
@@ -44,7 +45,7 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
         elif configs.index.values.get(name) is not None:
             raise configs.index.error(
                 f"the entry of {name} names no class",
-                f"remove the entry {name} from the file: diffusers then creates its default one",
+                f"remove the entry {name} from the file: diffusers then creates a default {name}",
                 details={"component": name},
             )
 
@@ -70,7 +71,7 @@ def _check_guider(configs: CheckpointConfigs, name: str) -> None:
 
 
 def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> None:
-    """Check an entry of `skip_layer_config`, given the denoiser's number of layers."""
+    """Check one entry of `skip_layer_config`; `layers` is the denoiser's number of layers."""
     values = entry if isinstance(entry, Mapping) else {}
     indices = values.get("indices")
     if not (

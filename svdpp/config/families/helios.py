@@ -17,15 +17,18 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import VIDEO_FRAMES, Param, PromptedSampling
 
-# Number of latent frames of each chunk, number of frames that the VAE makes of a chunk, and the
-# VAE's temporal compression factor.
-_LATENT_FRAMES, _CHUNK, _TEMPORAL = 9, 33, 4
+# Number of latent frames of each chunk, and number of frames that the VAE decodes from them.
+_LATENT_FRAMES, _CHUNK = 9, 33
+# Temporal compression factor of the VAE.
+_TEMPORAL = 4
 # Number of stages in which the pyramid pipelines make a chunk. Each stage doubles the height and
 # width of the stage before it.
 _STAGES = 3
-# Number of frames of a video that fill the history of 19 latent frames, rounded up to chunks.
+# Number of frames of a video that fill the pipeline's history of 19 latent frames, rounded up to
+# whole chunks.
 _HISTORY_FRAMES = 3 * _CHUNK
-# Parameters of families that continue a video. The pipeline encodes whole chunks of the video.
+# Parameters of families that continue a video. The pipeline encodes whole chunks of the video, so
+# the video must have at least one chunk.
 _FROM_VIDEO = {"video_frames": replace(VIDEO_FRAMES, lowest=_CHUNK)}
 
 
@@ -36,7 +39,7 @@ def _frames_of(chunks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosBaseSampling(PromptedSampling):
-    """Sampling parameters that the pipelines of Helios share, with defaults."""
+    """Sampling parameters that all pipelines of Helios share, with their defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 32
@@ -64,7 +67,7 @@ class HeliosBaseSampling(PromptedSampling):
         nearest = sorted({below, _frames_of(chunks), _frames_of(chunks + 1)})
         require(
             self.num_frames == _frames_of(chunks),
-            f"`num_frames` must be those of whole chunks, got {self.num_frames}",
+            f"`num_frames` must fill whole chunks, got {self.num_frames}",
             f"nearest: `num_frames` {' or '.join(map(str, nearest))}",
             frames=self.num_frames,
             nearest=nearest,
@@ -73,7 +76,7 @@ class HeliosBaseSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosSampling(HeliosBaseSampling):
-    """The parameters of diffusers' `HeliosModularPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `HeliosModularPipeline`, with its defaults."""
 
     family: Literal["helios"] = "helios"
     num_inference_steps: int = 200
@@ -81,7 +84,7 @@ class HeliosSampling(HeliosBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosFromVideoSampling(HeliosBaseSampling):
-    """The parameters of diffusers' `HeliosModularPipeline` for clips that continue a video."""
+    """Sampling parameters of `HeliosModularPipeline` for clips that continue a video."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
@@ -104,19 +107,19 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks, which all have the same number of steps."""
+        """Number of stages of all chunks: every stage has the same number of steps."""
         return self.num_stages
 
     @property
     def steps_per_stage(self) -> int:
-        """Number of steps of each stage; distilled models double it in the first chunk."""
+        """Number of steps of each stage; distilled models run twice as many in the first chunk."""
         return self.num_inference_steps // self.steps_unit
 
     def place_of(self, step: int) -> StepPlace:
-        """Return the stage of a step, and its place in the stage.
+        """Return the stage to which a step belongs, and whether the step is the stage's last.
 
         Args:
-            step: Index of the step among those of the clip.
+            step: Index of the step in the clip, from 0.
         """
         per_stage = self.steps_per_stage
         return StepPlace(step // per_stage % _STAGES, step % per_stage == per_stage - 1)
@@ -124,7 +127,7 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosPyramidSampling(HeliosPyramidBaseSampling):
-    """The parameters of diffusers' `HeliosPyramidModularPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `HeliosPyramidModularPipeline`, with its defaults."""
 
     family: Literal["helios_pyramid"] = "helios_pyramid"
     num_inference_steps: int = 120
@@ -132,7 +135,7 @@ class HeliosPyramidSampling(HeliosPyramidBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosPyramidFromVideoSampling(HeliosPyramidBaseSampling):
-    """The parameters of `HeliosPyramidModularPipeline` for clips that continue a video."""
+    """Sampling parameters of `HeliosPyramidModularPipeline` for clips that continue a video."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
@@ -146,7 +149,7 @@ class HeliosPyramidFromVideoSampling(HeliosPyramidBaseSampling):
 class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
     """Sampling parameters of distilled models.
 
-    The default number of steps is that of the published model, 2 in each stage.
+    By default, each stage has 2 steps, as in the published model.
     """
 
     num_inference_steps: int = 30
@@ -154,13 +157,16 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks, where each stage of the first chunk counts twice."""
+        """Number of stages of all chunks; those of the first chunk count twice.
+
+        Each stage of the first chunk has twice as many steps as another stage.
+        """
         return self.num_stages + _STAGES
 
     def place_of(self, step: int) -> StepPlace:
-        """Return the stage of a step, and its place in the stage; see the base class.
+        """Return the stage to which a step belongs, and whether the step is the stage's last.
 
-        The stages of the first chunk have twice the steps of others.
+        Stages of the first chunk have twice as many steps as all other stages.
         """
         first_chunk = 2 * _STAGES * self.steps_per_stage
         if step >= first_chunk:
@@ -171,14 +177,14 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosDistilledSampling(HeliosDistilledBaseSampling):
-    """The parameters of diffusers' `HeliosPyramidDistilledModularPipeline`."""
+    """Sampling parameters of diffusers' `HeliosPyramidDistilledModularPipeline`."""
 
     family: Literal["helios_distilled"] = "helios_distilled"
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosDistilledFromVideoSampling(HeliosDistilledBaseSampling):
-    """The parameters of `HeliosPyramidDistilledModularPipeline` for clips that continue a video."""
+    """Sampling parameters of `HeliosPyramidDistilledModularPipeline` to continue a video."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = _FROM_VIDEO
@@ -197,20 +203,20 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return `num_inference_steps` for one chunk, and `num_frames` of all whole chunks."""
+    """Return arguments of the pipeline: the steps of one chunk, and the frames of all chunks."""
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the number of steps of each stage of a chunk, and `num_frames` of all whole chunks."""
+    """Return arguments of the pipeline: the steps of each stage, and the frames of all chunks."""
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
 
 
 def _check_stages(_: object, sampling: Any) -> None:
     unit, steps = sampling.steps_unit, sampling.num_inference_steps
-    twice = ", those of the first chunk twice" if unit > sampling.num_stages else ""
+    twice = " (stages of the first chunk count twice)" if unit > sampling.num_stages else ""
     require(
         steps % unit == 0,
         f"`num_inference_steps` counts the steps of all {_STAGES} stages of all chunks: for the "
@@ -238,7 +244,7 @@ def _latent_divisor(sampling: Any, step: int) -> int:
 def _distilled_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
     """Return the dtype of the latent after a number of steps.
 
-    The noise of a chunk is in float32, the last step of a stage returns the denoiser's dtype, and
+    A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. All
     other steps return the dtype with which their stage began.
     """
     if not step:
@@ -249,16 +255,17 @@ def _distilled_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     vae = configs.of("vae", scale_factor_spatial=8, scale_factor_temporal=_TEMPORAL)
-    vae.require("scale_factor_temporal", _TEMPORAL, "by which the frames of a chunk are counted")
+    reason = f"because svdpp knows only chunks of {_CHUNK} frames"
+    vae.require("scale_factor_temporal", _TEMPORAL, reason)
     scheduler = configs.of("scheduler", scheduler_type="unipc")
-    scheduler.require("scheduler_type", "unipc", "whose latents are in float32")
+    scheduler.require("scheduler_type", "unipc", "because svdpp expects latents in float32")
     unit = 2 * vae.positive_int("scale_factor_spatial", 64)
     return {"size_multiple": (unit, unit)}
 
 
 def _pyramid_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     scheduler = configs.of("scheduler", stages=_STAGES)
-    scheduler.require("stages", _STAGES, "by which the steps are counted")
+    scheduler.require("stages", _STAGES, "because svdpp counts the steps of three stages")
     (unit, _) = _checkpoint_facts(configs)["size_multiple"]
     unit *= 2 ** (_STAGES - 1)
     return {"size_multiple": (unit, unit)}
@@ -278,10 +285,11 @@ HELIOS = FamilySpec(
     schedulers=("HeliosScheduler",),
     fp32_components=frozenset({"vae"}),
     loras=False,
-    # The guider reads the results of both calls of the denoiser only after the second call.
+    # The denoiser is called twice in a step, and the guider reads both results only after the
+    # second call.
     branches="calls",
     latent_frames=lambda *_: _LATENT_FRAMES,
-    frame_limits=(_CHUNK, MAX_FRAMES, "all that svdpp makes in chunks"),
+    frame_limits=(_CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
     modular=ModularSpec(blocks=("HeliosAutoBlocks",)),
     checkpoint_facts=_checkpoint_facts,
     check_sampling=check_steps_of_chunks,

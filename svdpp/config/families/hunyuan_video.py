@@ -50,7 +50,7 @@ HUNYUAN_VIDEO = FamilySpec(
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,
     num_results_equal_latents=1,
-    latent_dtype="stepped from text",  # the latent of a clip from an image has a part in float32
+    latent_dtype="stepped from text",  # from an image, a part of the latent stays in float32
     checkpoint_facts=_checkpoint_facts,
     decodes_in_tiles=True,
 )

@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes of clips from an image; mark `max_sequence_length` as without effect."""
+    """Return the allowed sizes of clips from an image; `max_sequence_length` has no effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -62,10 +62,10 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the rule for the input image: refused without an image encoder, otherwise optional.
+    """Return whether clips need, may have or must not have an input image.
 
-    One pipeline makes clips from text and from images, but published weights are for one of the
-    two, and only those for images have an image encoder.
+    The modular pipeline makes clips from text and from images. Published weights are for one of the
+    two: only weights for images come with an image encoder.
     """
     check_guiders(configs, "guider")
     if configs.index.values["_class_name"] == _IMAGE_PIPELINE:
@@ -99,7 +99,7 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Other guiders keep a momentum between steps, which only packets of modular clips contain.
+    # Other guiders keep a momentum between steps. Only packets of modular pipelines contain it.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",

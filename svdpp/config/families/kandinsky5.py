@@ -45,7 +45,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
     The pipeline normalises the first four latent frames with statistics of the frames after them.
 
     Raises:
-        RequestError: The clip starts from an image and has fewer frames.
+        RequestError: The clip starts from an image and has fewer than 17 frames.
     """
     enough = not sampling.from_image or sampling.num_frames >= 17
     require(
@@ -57,7 +57,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the number of channels of the latent, with those of an image and a mask, if any."""
+    """Return the latent's number of channels, with those for an image and a mask if it has them."""
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
 

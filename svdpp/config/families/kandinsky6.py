@@ -62,7 +62,7 @@ KANDINSKY6 = FamilySpec(
     sampling=Kandinsky6Sampling,
     title="Kandinsky 6",
     example="kandinskylab/Kandinsky-6.0-Lite-5s-Diffusers",
-    # The license is not named here, because the hub could not be reached to read the model card.
+    # The license has not been verified, so users are referred to the model card.
     license="that of its model card",
     denoiser="Kandinsky6Transformer3DModel",
     text_pipeline="Kandinsky6TI2VAPipeline",
@@ -78,7 +78,7 @@ KANDINSKY6 = FamilySpec(
     latent_channels=lambda pipe: int(pipe.transformer.config.in_visual_dim),
     latent_frames=lambda _, sampling, frames: frames + sampling.from_image,
     latent_dtype="model",
-    # The pipeline appends the image to the latent after it has drawn the noise.
+    # The pipeline appends the image's frame to the latent after the encode has drawn the noise.
     first_frames=lambda sampling: -int(sampling.from_image),
     audio_rate=lambda pipe: int(pipe.audio_sample_rate),
     checkpoint_facts=_checkpoint_facts,

@@ -105,8 +105,8 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: str) -> str:
     """Return the device of the clip's random generator: the CPU if diffusers allows this.
 
-    `LTXImageToVideoPipeline` calls `torch.randn` with the pipeline's device if the VAE's decoder is
-    conditioned on a timestep. A generator on the CPU would then fail.
+    If the VAE's decoder is conditioned on a timestep, `LTXImageToVideoPipeline` calls `torch.randn`
+    with the pipeline's device, which would fail with a generator on the CPU.
 
     Args:
         checkpoint: Checked checkpoint.
@@ -119,8 +119,8 @@ def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: s
 def _two_conditions(first: Any, last: Any, sampling: Any) -> dict[str, Any]:
     """Return the arguments of `LTXConditionPipeline` for an image at the first and the last frame.
 
-    diffusers makes one condition of the entries with the same position in the four lists. Each
-    `frame_index` is a multiple of 8, the number of frames for each latent frame.
+    diffusers combines the n-th entries of the four lists into one condition. Each `frame_index` is
+    a multiple of 8, because a latent frame stands for 8 frames.
     """
     return {
         "image": [first, last],

@@ -20,7 +20,7 @@ from svdpp.config.sampling import MAX_GUIDANCE, Param, PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2BaseSampling(PromptedSampling):
-    """Sampling parameters that the pipelines of LTX-2 share, with defaults."""
+    """Sampling parameters that all pipelines of LTX-2 share, with their defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 8
@@ -67,14 +67,14 @@ class Ltx2BaseSampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2Sampling(Ltx2BaseSampling):
-    """The parameters of diffusers' `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with defaults."""
+    """Sampling parameters of `LTX2Pipeline` and `LTX2ImageToVideoPipeline`, with their defaults."""
 
     family: Literal["ltx2"] = "ltx2"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2ConditionSampling(Ltx2BaseSampling):
-    """The parameters of diffusers' `LTX2ConditionPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `LTX2ConditionPipeline`, with its defaults."""
 
     crops_image: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
@@ -88,7 +88,7 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2ReferenceSampling(Ltx2BaseSampling):
-    """Sampling parameters of diffusers' `LTX2InContextPipeline` that concern its reference."""
+    """Sampling parameters of diffusers' `LTX2InContextPipeline`, also those of its reference."""
 
     own: ClassVar[Mapping[str, Param]] = {
         **Ltx2BaseSampling.own,
@@ -156,14 +156,17 @@ class Ltx2InContextFirstImageSampling(Ltx2ReferenceSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2ModularSampling(Ltx2BaseSampling):
-    """Sampling parameters of diffusers' `LTX2ModularPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `LTX2ModularPipeline`, with its defaults."""
 
     family: Literal["ltx2_modular"] = "ltx2_modular"
     width: int = 704
 
     @property
     def step_axes(self) -> str:
-        """Axes of the latent after a step; for clips from an image, the pipeline unpacks it."""
+        """Axes of the latent after a step.
+
+        For clips from an image, the pipeline unpacks the positions (N) to frames, height and width.
+        """
         return "BCFHW" if self.from_image else self.latent_axes
 
 
@@ -178,17 +181,19 @@ class VideoCondition:
     strength: float
     """Weight of the image: 0 (no effect) to 1 (the frame is the image)."""
     crf: int = 0
-    """Quality of an H.264 compression of the image. 0: no compression, which would need PyAV."""
+    """Rate factor (crf) of an H.264 compression of the image. 0: no compression, so that PyAV is
+    not needed."""
 
 
 @dataclass(frozen=True)
 class ReferenceCondition:
-    """Image or video to which a clip's denoiser attends; like `LTX2ReferenceCondition`."""
+    """Image or video that the denoiser attends to; has the fields of `LTX2ReferenceCondition`."""
 
     frames: Any
     """Image of PIL, or a list of images."""
     strength: float
-    """How free of noise the denoiser sees the reference: 0 (pure noise) to 1 (no noise)."""
+    """Strength of the reference: 0 (the denoiser sees only noise) to 1 (the denoiser sees the
+    reference without noise)."""
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -300,7 +305,7 @@ def _check_reference(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _reference_positions(pipe: Any, sampling: Any) -> int:
-    """Return the number of positions of the reference, which follow those of the clip."""
+    """Return the number of latent positions of the reference; they follow those of the clip."""
     factor = sampling.reference_downscale_factor * pipe.vae_spatial_compression_ratio
     frames = (sampling.reference_frames - 1) // pipe.vae_temporal_compression_ratio + 1
     return int(frames * (sampling.height // factor) * (sampling.width // factor))
@@ -313,7 +318,8 @@ LTX2_IN_CONTEXT = replace(
     text_pipeline=None,
     image_pipeline="LTX2InContextPipeline",
     text_and_image=False,
-    # The mask is large: it has a number for each pair of positions of clip and reference.
+    # Every rank computes this mask, because it is too large to send: it has a number for each pair
+    # of positions of clip and reference.
     record_uses={**LTX2.record_uses, "_build_video_self_attention_mask": "recomputed"},
     image_arguments=_reference,
     last_image_arguments=None,

@@ -13,7 +13,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxH3Sampling(PromptedSampling):
-    """The parameters of diffusers' `MiniMaxH3ModularPipeline`, with defaults."""
+    """Sampling parameters of diffusers' `MiniMaxH3ModularPipeline`, with its defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 17
@@ -31,7 +31,7 @@ class MiniMaxH3Sampling(PromptedSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class MiniMaxH3ReferencesSampling(MiniMaxH3Sampling):
-    """The parameters of diffusers' `MiniMaxH3ModularPipeline` for clips with references."""
+    """Sampling parameters of `MiniMaxH3ModularPipeline` for clips with references."""
 
     keeps_image_shape: ClassVar[bool] = True
     max_image_aspect: ClassVar[int | None] = 4
@@ -39,7 +39,7 @@ class MiniMaxH3ReferencesSampling(MiniMaxH3Sampling):
     family: Literal["minimax_h3_references"] = "minimax_h3_references"  # type: ignore[assignment]
 
 
-#: Parameters that other families have and this pipeline lacks, each with the reason.
+#: Parameters that users cannot choose in this family, each with the reason.
 _FIXED = {
     "fps": "the model makes the sound for this rate",
     "guidance_scale": "the model runs without guidance",
@@ -52,7 +52,7 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the number of channels of the latent: the number of values of one patch."""
+    """Return the latent's number of channels: all values of one patch of the VAE's latent."""
     return int(pipe.vae_latent_channels * math.prod(pipe.patch_size))
 
 
@@ -86,10 +86,11 @@ MINIMAX_H3 = FamilySpec(
     loras=False,
     latent_channels=_latent_channels,
     latent_frames=_latent_frames,
-    # With one frame less or more, the clip would be shorter or longer than the pipeline allows.
+    # The pipeline makes clips of 5 to 15 seconds. These are the smallest and largest numbers of
+    # frames that are possible within these limits.
     frame_limits=(124, 345, "which are 5 to 15 seconds"),
     check_sampling=_check_sampling,
-    # The pipeline makes one step less than it is asked for: the last of its noise levels is 0.
+    # The pipeline runs one step fewer than `num_inference_steps`: its last noise level is 0.
     call_arguments=lambda sampling: {"num_inference_steps": sampling.num_inference_steps + 1},
     audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
     modular=_MODULAR,

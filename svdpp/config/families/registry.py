@@ -110,7 +110,7 @@ REFERENCE_FAMILIES = tuple(name for name, spec in FAMILY_SPECS.items() if spec.m
 
 
 def check_references(family: str, count: int) -> None:
-    """Check that the clips of a family may have a number of references besides their input image.
+    """Check that a clip of a family may have `count` references besides its input image.
 
     Raises:
         RequestError: The family takes no references, or fewer than `count`.

@@ -11,7 +11,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class SanaVideoSampling(PromptedSampling):
-    """Sampling parameters of both of diffusers' pipelines of Sana-Video, with defaults."""
+    """Sampling parameters of `SanaVideoPipeline` and `SanaImageToVideoPipeline`, with defaults."""
 
     side_unit: ClassVar[int] = 32
     frames_unit: ClassVar[int] = 4
@@ -47,8 +47,8 @@ SANA_VIDEO = FamilySpec(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
     ),
     renamed_arguments={"frames": "num_frames"},
-    # With resolution binning, the pipeline would make a latent for a height and width that differ
-    # from the clip's.
+    # With resolution binning, the pipeline would replace the clip's height and width by those of
+    # the nearest bin, and the latent would have another shape.
     call_arguments=lambda _: {"use_resolution_binning": False},
     decodes_in_tiles=True,
 )

@@ -61,11 +61,12 @@ class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
 class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingVideoToVideoPipeline`.
 
-    The clip is `video_frames` frames of the video, then the frames that the pipeline generates. The
-    first of these are the same frames of the video, encoded and decoded.
+    The clip begins with `video_frames` frames of the video. The frames that the pipeline generates
+    follow them, and begin with the same frames of the video once more, encoded and decoded.
     """
 
-    # `video_frames` and the number of generated frames are each a multiple of 4 plus 1.
+    # `video_frames` and the number of generated frames are each a multiple of 4 plus 1, so the
+    # clip's number of frames is a multiple of 4 plus 2.
     frames_remainder: ClassVar[int] = 2
     from_video: ClassVar[bool] = True
     # At least one latent frame (4 frames) of the denoising loop must be new.
@@ -139,8 +140,8 @@ SKYREELS_V2_FORCING = replace(
     text_and_image=True,
     checkpoint_facts=image_projection,
     check_sampling=_check_forcing,
-    # The pipeline gives each latent frame its own timestep, which `step` of
-    # `FlowMatchEulerDiscreteScheduler` does not accept.
+    # The pipeline gives each latent frame its own timestep. `FlowMatchEulerDiscreteScheduler`
+    # cannot be used, because its `step` takes only one timestep.
     schedulers=("UniPCMultistepScheduler",),
     # The pipeline writes the image's latents into the first frames, which no step changes.
     record_uses={"prepare_latents": "first step"},
@@ -148,7 +149,7 @@ SKYREELS_V2_FORCING = replace(
     # The pipeline appends the last image's latents to those that `prepare_latents` returns.
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     first_frames=lambda sampling: -int(sampling.has_last_image),
-    # A number above the number of schedulers means all schedulers.
+    # The pipeline has many schedulers (one for each latent frame); a number above theirs means all.
     num_results_equal_latents=1_000,
     frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )
@@ -166,7 +167,7 @@ SKYREELS_V2_FROM_VIDEO = replace(
         "SkyReelsV2DiffusionForcingPipeline",
         "SkyReelsV2DiffusionForcingImageToVideoPipeline",
     ),
-    # The decode puts the frames of the video before those that it decodes.
+    # The decode puts the frames of the video, which call 0 returns, before those that it decodes.
     record_uses={**SKYREELS_V2_FORCING.record_uses, "video_processor.preprocess_video": 0},
     latent_frames=lambda _, sampling, frames: (
         frames - sampling.video_frames // sampling.frames_unit

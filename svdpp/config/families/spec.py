@@ -14,7 +14,7 @@ from svdpp.config.limits import MAX_FRAMES
 from svdpp.config.sampling import CommonSampling
 from svdpp.errors import ModelError
 
-#: Values of some fields of `models.checkpoint.Checkpoint`, which a family reads from the configs.
+#: Values of fields of `models.checkpoint.Checkpoint`, by name, that a family reads from configs.
 CheckpointFacts = dict[str, Any]
 
 #: Components that can take part in encoding an image. Most checkpoints have only some of them.
@@ -26,7 +26,7 @@ FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 class ConfigFile(Protocol):
-    """JSON file of a checkpoint, as functions of specs see it; see `models.files.JsonFile`."""
+    """JSON file of a checkpoint; implemented by `models.files.JsonFile`."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -108,17 +108,17 @@ class ModularSpec:
     audio: str | None = None
     """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
-    """Sampling parameter with the guidance scale of each guider, by the guider's name. If its value
-    is None, the scale is that of `guidance_scale`."""
+    """Name of the sampling parameter that sets the guidance scale of a guider, by the guider's
+    name. If the parameter is None, the guider gets `guidance_scale`."""
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
-    """Function that returns further values of the guiders' configs, given the sampling parameters:
-    for each guider's name, values by the arguments of its class."""
+    """Function that gets the sampling parameters and returns further arguments for the guiders'
+    classes, such as `{"guider": {"stg_scale": 1.0}}`."""
     reference_class: str | None = None
     """Name of the class in the pipeline's package that holds a reference; None: the image itself is
     the argument."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
-    """Returns the number by which the latent's height and width are divided after some steps. Its
-    arguments are the sampling parameters and the number of finished steps."""
+    """Function that returns the number by which the latent's height and width are smaller than in
+    the final latent. Its arguments are the sampling parameters and the number of finished steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,12 +132,13 @@ class FamilySpec:
     example: str
     """Hub id of a published checkpoint of the family."""
     example_remark: str = ""
-    """Step that the example needs before svdpp can load it, for the list of models; empty: none."""
+    """Remark on the example in the list of models, such as "once saved as a whole pipeline"; empty:
+    no remark."""
     license: str
     """Name of the license of the example's weights."""
     denoiser: str
-    """Name of the denoisers' class. Checkpoints with other classes are refused, because these may
-    keep state between steps that packets do not contain."""
+    """Name of the denoisers' class. Checkpoints with another class are refused, because it may keep
+    state between steps, which packets would not contain."""
     text_pipeline: str | None = None
     """Name of the pipeline class for clips from text alone; None: there is none."""
     image_pipeline: str | None = None
@@ -146,18 +147,18 @@ class FamilySpec:
     """Name of the argument of the pipeline's `__call__` for the input image or the video's
     frames."""
     image_arguments: Callable[[Any, Any], Mapping[str, Any]] | None = None
-    """Function that returns the arguments of `__call__` for a clip's input and the sampling
-    parameters. The input is an image or the frames of a video, or, if the family takes further
-    videos, images and frames by name. None: the input itself is the argument `image_argument`, and
-    further videos are the arguments of their names."""
+    """Function that gets a clip's input and the sampling parameters, and returns arguments of the
+    pipeline's `__call__`. The input is an image or the frames of a video. If the family takes
+    further videos, the input is a dict of images and frames by name. None: the input is passed as
+    `image_argument`, and each further video as the argument of its name."""
     last_image_arguments: Callable[[Any, Any, Any], Mapping[str, Any]] | None = None
     """Function that returns the arguments of the pipeline's `__call__` for a first and a last
     image. Its arguments are the first image, the last image and the sampling parameters. None: the
     pipeline takes no last image."""
     references_argument: str | None = None
-    """Name of the argument of the pipeline's `__call__` for a list of references, of which an input
-    image is the first. None: the input image is passed as `image_argument`, and clips have no
-    further images."""
+    """Name of the argument of the pipeline's `__call__` for a list of references. The first
+    reference is the input image. None: the input image is passed as `image_argument`, and clips
+    have no references."""
     max_references: int = 0
     """Largest number of references of a clip, besides its input image."""
     aliases: tuple[str, ...] = ()
@@ -180,8 +181,8 @@ class FamilySpec:
     Empty: the family's pipelines are modular and have no scheduler, so each iteration of their
     denoising loop is a step."""
     steps_use_generator: bool = False
-    """Whether the pipeline gives the clip's generator to `scheduler.step`, so that a scheduler that
-    draws noise in every step (`stochastic_sampling`) is not refused."""
+    """Whether the pipeline passes the clip's generator to `scheduler.step`. If so, schedulers that
+    draw noise in every step (`stochastic_sampling`) are allowed."""
     denoisers: tuple[str, ...] = ("transformer",)
     encode_components: tuple[str, ...] = ("tokenizer", "text_encoder")
     """Names of the components that every encode uses. An encode of an image also uses
@@ -190,9 +191,8 @@ class FamilySpec:
     shared_components: tuple[str, ...] = ()
     """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions for the class names of components, by component name. Only for components
-    that no other family has, or whose class differs from the default in
-    `models.checkpoint_configs`."""
+    """Regular expressions for the class names of components, by component name. It is needed only
+    for components without a default in `models.checkpoint_configs`, and to replace a default."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all classes can."""
@@ -210,20 +210,20 @@ class FamilySpec:
     record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
         default_factory=dict
     )
-    """Use of the recorded results of a pipeline method, by the method's name; see
-    `models.engine.records`. `unused`: no step and no decode uses them, so their tensors are not
-    sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded, and every
-    rank calls the method itself, because its result is large but cheap. A number n: of several
-    calls of the method, only the result of call n (from 0) is used. Methods not named here: all
-    steps and the decode use them."""
+    """Rule for the recorded results of a pipeline method, by the method's name; see
+    `models.engine.records`. `unused`: no step and no decode uses the results, so their tensors are
+    not sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded, and
+    every rank calls the method itself, because its result is large but cheap. A number n: of
+    several calls of the method, only the result of call n (from 0) is used. All other methods: all
+    steps and the decode use the results."""
     initial_latent_source: str | None = None
-    """Name of the tensor in packets after the first step from which the result of `prepare_latents`
-    is rebuilt. `latents`: the current latent, of which later steps use only parts that no step
-    changes. Another name: a copy of the initial latent. None: only the first step uses the
-    result."""
+    """Name of the tensor that later steps use as the result of `prepare_latents`. `latents`: the
+    current latent; this is correct if later steps use only parts of the result that no step
+    changes. Another name: a copy of the initial latent, which packets contain under this name.
+    None: only the first step uses the result."""
     num_results_equal_latents: int = 0
-    """Number of the pipeline's schedulers (in the order of their first `step`) whose step results
-    are not sent in packets, because the pipeline rebuilds them from the latent."""
+    """Number of schedulers whose step results equal the latent, so that packets need not contain
+    them. These are the pipeline's first schedulers, in the order of their first `step`."""
     branches: Literal["calls", "batch", "replay"] | None = None
     """How a step with classifier-free guidance evaluates its two branches, for two ranks that share
     the step. `calls`: the denoiser is called once for each branch, and the results are used only
@@ -245,13 +245,13 @@ class FamilySpec:
     pipeline, the sampling parameters, and the number of latent frames to which the VAE compresses
     the clip."""
     first_frames: Callable[[Any], int] = lambda _: 0
-    """Function that returns, given the sampling parameters, by how many frames the latent before
-    the first step is longer than the latent after a step: the frames of images, which no step
-    changes. The number is negative if the pipeline appends these frames after the encode."""
+    """Function that gets the sampling parameters and returns how many more frames the latent has
+    before the first step than after a step. These frames are images, which no step changes. -1: the
+    latent has one frame fewer, because the pipeline appends an image after the encode."""
     appended_positions: Callable[[Any, Any], int] = lambda *_: 0
-    """Function that returns the number of positions (axis N) that a latent has besides those of its
-    frames, such as the positions of a reference in another size. Its arguments are the loaded
-    pipeline and the sampling parameters."""
+    """Function that returns the number of positions (axis N) that a latent has in addition to those
+    of its frames, such as the positions of a reference. Its arguments are the loaded pipeline and
+    the sampling parameters."""
     latent_dtype: (
         Literal["fp32", "model", "stepped", "stepped from text"]
         | Callable[[Any, int], Literal["fp32", "model"]]
@@ -265,11 +265,11 @@ class FamilySpec:
     """Function that returns the samples per second of the sound, given a loaded pipeline that makes
     sound."""
     decodes_in_chunks: bool = False
-    """Whether the pipeline's `decode_latents` decodes chunks of `decode_chunk_size` frames, which
-    do not depend on each other."""
+    """Whether the pipeline's `decode_latents` decodes independent chunks of `decode_chunk_size`
+    frames."""
     decodes_in_tiles: bool = False
-    """Whether the decode is one call of the VAE, whose tiles several ranks can decode, each on
-    their own, if the model has `vae_tiling`."""
+    """Whether the decode is one call of the VAE. With `vae_tiling`, several ranks can then decode
+    different tiles of a clip."""
     memory_options: bool = False
     """Whether the options `memory_opt` and `channels_last` of `ModelConfig` can be used."""
     frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "the limits of svdpp")
@@ -281,8 +281,8 @@ class FamilySpec:
     """Function that raises `RequestError` if diffusers cannot run a checkpoint (first argument)
     with the given sampling parameters (second argument)."""
     renamed_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Names of sampling parameters by the arguments of the pipeline's `__call__` that take them;
-    only where the two names differ."""
+    """Names of sampling parameters that the pipeline's `__call__` takes under another name, by that
+    name, such as `{"frame_rate": "fps"}`."""
     call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Function that returns further arguments of the pipeline's `__call__`, given the sampling
     parameters. They replace arguments of the same name."""
@@ -306,7 +306,10 @@ class FamilySpec:
 
     @property
     def pairs_are_exact(self) -> bool:
-        """Whether a pair gives the same bits as one rank: no call of the denoiser is divided."""
+        """Whether two ranks that share a step give the bits of one rank.
+
+        They do if they divide the calls of the denoiser, but not the batch of a call.
+        """
         return self.branches in ("calls", "replay")
 
     @property
@@ -316,7 +319,7 @@ class FamilySpec:
 
     @property
     def own_guiders(self) -> frozenset[str]:
-        """Names of the guiders that a modular checkpoint may configure; others have defaults."""
+        """Names of the guiders that a modular checkpoint may configure."""
         guiders = {} if self.modular is None else self.modular.guiders
         return frozenset(name for name in guiders if name in self.component_classes)
 

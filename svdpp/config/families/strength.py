@@ -1,4 +1,4 @@
-"""Sampling parameter `strength` of video-to-video families, which run the end of a schedule."""
+"""Sampling parameter `strength` of video-to-video families, which run a schedule's last steps."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def all_steps(sampling: Any) -> dict[str, int]:
 
 
 def check_strength(_: object, sampling: Any) -> None:
-    """Check that `num_inference_steps` / `strength`, a clip's whole schedule, is in `MAX_STEPS`.
+    """Check that a clip's schedule has at most `MAX_STEPS` steps.
 
-    A clip from a video runs only the last `num_inference_steps` steps of this schedule.
+    The schedule has `num_inference_steps` / `strength` steps. A clip from a video runs only the
+    last `num_inference_steps` of them.
 
     Raises:
         RequestError: The schedule has more than `MAX_STEPS` steps.

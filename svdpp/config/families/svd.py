@@ -59,7 +59,9 @@ class SvdSampling(CommonSampling):
         return self.max_guidance_scale > 1
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy with diffusers' values for `num_frames` and `decode_chunk_size` if None.
+        """Return a copy in which None is replaced by the values that diffusers would use.
+
+        These values are `model_frames` for `num_frames`, and all frames for `decode_chunk_size`.
 
         Args:
             model_frames: Number of frames in the model's config.

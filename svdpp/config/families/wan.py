@@ -182,13 +182,13 @@ _MODULAR_BOUNDARY = 0.875
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether the denoiser has layers for an image embedding, which LoRAs may change."""
+    """Return whether the denoiser has layers for an image embedding, which LoRAs could change."""
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
 def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether the checkpoint takes a last image, according to the denoiser's config."""
+    """Return whether clips need or must not have a last image; empty if no image is embedded."""
     if configs.index.values.get("expand_timesteps"):
         reason = "diffusers ignores it for a model with expand_timesteps, such as Wan 2.2 5B"
         return {"last_image_use": "refused", "last_image_reason": reason}
@@ -223,7 +223,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     is_ratio = isinstance(ratio, float) and 0 < ratio < 1
     if not (is_ratio if has_second else ratio is None):
         state = "there" if has_second else "missing"
-        message = f"boundary_ratio is {shown(ratio)}, and the expert transformer_2 is {state}"
+        message = f"boundary_ratio is {shown(ratio)}, but the expert transformer_2 is {state}"
         raise index.error(message, details={"boundary_ratio": shown(ratio)})
     return {
         "boundary_ratio": ratio,
@@ -283,7 +283,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     """Check that the first two timesteps of a clip differ.
 
     UniPC rounds timesteps to integers. If the first two are equal, diffusers' schedulers start at
-    the second one, and fail at the last step. A pipeline that sets the scheduler's first index does
+    the second one, and fail at the last step. Pipelines that call `scheduler.set_begin_index` do
     not need this check.
 
     Raises:
@@ -302,7 +302,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    if sampling.from_image:  # from text, `WanPipeline` sets the scheduler's first index
+    if sampling.from_image:  # for clips from text, `WanPipeline` calls `set_begin_index`
         check_first_timesteps(checkpoint, sampling)
 
 
@@ -314,8 +314,8 @@ def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 def vae_channels(pipe: Any) -> int:
     """Return the number of latent channels of Wan's VAE.
 
-    The number of the denoiser's input channels cannot be used: for clips from an image it includes
-    the image's channels.
+    The denoiser's `in_channels` cannot be used: for clips from an image, it includes the image's
+    channels.
     """
     return int(pipe.vae.config.z_dim)
 
@@ -334,12 +334,12 @@ def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames, with one more at the start for each image."""
+    """Return the number of latent frames, with one more for the image and for each reference."""
     return frames + int(sampling.from_image) + int(sampling.num_references)
 
 
 def _frames_with_references(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames, with one more at the start for each reference."""
+    """Return the number of latent frames, with one more for each reference."""
     return frames + int(sampling.num_references)
 
 
@@ -420,12 +420,13 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        # Each step encodes the face video, which is the result of call 1.
+        # Each step encodes the face video. The pipeline preprocesses this video in call 1.
         "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
     },
-    # The pipeline decodes a segment before the next one starts, so steps cannot be split there.
+    # The pipeline decodes each segment before it starts the next one, so ranks cannot split the
+    # steps of several segments.
     frame_limits=(5, 77, "one segment of the model"),
     latent_frames=_frames_with_image,
     decodes_in_tiles=False,  # each segment is decoded within the denoising loop
@@ -446,7 +447,7 @@ WAN_MODULAR = replace(
     aliases=("WanPipeline", "WanImageToVideoPipeline"),
     text_aliases=("WanPipeline",),
     size_from_image=True,
-    # With a last image, the pipeline needs torchvision.
+    # A last image is not supported, because the pipeline would need torchvision for it.
     last_image_arguments=None,
     gguf=False,
     loras=False,
