@@ -82,7 +82,7 @@ CASES = {
         draws=True,
         unread=_OF_STAGES,
         refused=[
-            ({"num_inference_steps": 12}, "multiple of 9 ... of the first chunk count twice), got 12"),
+            ({"num_inference_steps": 12}, "multiple of 9 ... first chunk count twice), got 12"),
             ({"guidance_scale": 3.0}, "`guidance_scale` must be 1.0, got 3.0"),
         ],
     ),
