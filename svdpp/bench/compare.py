@@ -32,11 +32,11 @@ _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 class Ratio:
     """Ratio of one metric of two benchmarks A and B, with the range that noise explains.
 
-    The range spans the ratios of single rounds, widened on a logarithmic scale: by the larger
-    spread of the two times 2 for 3 rounds, 1 for 4, 1/2 for 5 and so on, and by the drift of the
-    machine. If A and B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons.
-    This was found by simulations with normal, exponential and Student's t noise (2 degrees of
-    freedom) and 3 to 9 rounds.
+    The range spans the ratios of single rounds, and a margin at both ends. On a logarithmic scale,
+    the margin is the drift of the machine, plus the larger spread of A and B times 2 for 3 rounds,
+    1 for 4 rounds, 1/2 for 5 rounds and so on. If A and B are equally fast, the range excludes 1 in
+    at most 2 of 1000 comparisons. This was found by simulations with normal, exponential and
+    Student's t noise (2 degrees of freedom) and 3 to 9 rounds.
     """
 
     name: str
@@ -77,8 +77,8 @@ def ratio(
         name: Name of the metric.
         a: Values of the rounds of A, above 0.
         b: Values of the rounds of B, above 0.
-        drift: Logarithm of the ratio of the machine's speeds during A and B. A drift that is not 0
-            widens the range.
+        drift: Logarithm of the ratio of the machine's speeds during A and B; 0 if unknown or equal.
+            A drift in either direction widens the range.
         is_baseline: Whether A and B did the same work with the same libraries on the same machine.
     """
     mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)
@@ -134,7 +134,7 @@ class Comparison:
         return f"different: {', '.join(beyond)}" if beyond else "equal: every difference is noise"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as plain values."""
+        """Return the comparison as JSON values."""
         return {
             "schema_version": 1,
             **asdict(self),

@@ -111,9 +111,10 @@ class Ranks(_Layout):  # type: ignore[misc]
     costs: str | None = None
     """Costs file or preset for the split; None: svd-xt-a100."""
     threads: Positive | None = None
-    """CPU threads of each rank, in every case; None: 1 on CUDA, else cores // ranks."""
+    """CPU threads of each rank, in the pipeline and the baselines; None: 1 on CUDA, else cores //
+    ranks."""
     deterministic: bool = False
-    """Whether torch uses only deterministic kernels, in every case."""
+    """Whether torch uses only deterministic kernels, in the pipeline and the baselines."""
     allow_mixed_devices: bool = False
     checksum: bool = False
     timeout: Number = 600.0
@@ -174,7 +175,7 @@ class Measure(Section):
     """Number of warm-up clips in each round: clips that pass every rank before the measured
     clips."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
-    """Number of rounds. Each round starts new processes for every case."""
+    """Number of rounds. A round measures the pipeline and each baseline once, in new processes."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
     """Seeds, used in a cycle: the first for every input, then the second for every input, ..."""
     peak_tflops: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
@@ -197,10 +198,10 @@ class BenchConfig(Section):
     pipeline: Ranks = Ranks()
     workload: Workload = Workload()
     precision: Annotated[Dtype | None, BeforeValidator(_no_amp)] = None
-    """Dtype of every case. None: the default of `svdpp run --dtype`."""
+    """Dtype of the pipeline and the baselines. None: the default of `svdpp run --dtype`."""
     measure: Measure = Measure()
     profile: bool = False
-    """Whether torch.profiler profiles one clip on rank 0, in a separate run at the end."""
+    """Whether torch.profiler profiles one clip on rank 0, in an extra run after all rounds."""
     targets: dict[str, Bound] = Field(default={})
     """Bounds by the name of a metric, such as `tflops: {min: 100}`."""
 

@@ -46,7 +46,7 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's metrics and spans to files, which remain if the benchmark fails later.
+        """Append a round's metrics and spans to files. They remain if the benchmark fails later.
 
         Args:
             done: Measured round.
@@ -69,8 +69,11 @@ class Results:
         """Write summary, table and costs.
 
         Returns:
-            Content of `summary.json`. The field `limits` analyses the pipeline's round with the
-            median makespan.
+            Content of `summary.json`. Its field `limits` says what limits the pipeline, for the
+            round with the median makespan.
+
+        Raises:
+            OutputError: A file cannot be written.
         """
         bench, path = self._bench, self.folder / COSTS
         cases = {case: _case(bench, case) for case in bench.cases}
@@ -207,7 +210,7 @@ def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
 
 
 def _speedups(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the pipeline's clips per minute, divided by those of each other case in each round."""
+    """Return, for each baseline, the pipeline's clips per minute divided by the baseline's."""
     ours = {metrics["round"]: metrics[RATE] for metrics in cases[PIPELINE]["rounds"]}
     result = {}
     for case, about in cases.items():

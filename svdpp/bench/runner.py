@@ -97,9 +97,9 @@ class Bench:
     ) -> None:
         """Measure every case once in each round.
 
-        If a baseline runs out of memory, this is recorded in `out_of_memory`. Every other error
-        ends the benchmark. Under a launcher, lack of memory ends the benchmark too, because the
-        ranks cannot be restarted.
+        If a baseline runs out of memory, this is recorded in `out_of_memory`, and the benchmark
+        goes on without the baseline. Every other error ends the benchmark. Under a launcher, a lack
+        of memory in the data-parallel baseline also ends it, because its ranks cannot be restarted.
 
         Args:
             log: Function that gets a line for each measured case.
@@ -107,7 +107,7 @@ class Bench:
             open_observer: Function that opens the progress display.
         """
         repeats = self.bench_config.measure.repeats
-        self.flops  # noqa: B018  counted before any measurement, which an error here would waste
+        self.flops  # noqa: B018  counted first: an error here after measurements would waste them
         for number, case in turns(self.cases, repeats):
             if case in self.out_of_memory:
                 continue
@@ -131,6 +131,7 @@ class Bench:
         Args:
             path: Path of the trace.
         """
+        # The second clip is profiled, because caches are cold for the first one.
         with Pipeline(self.config, profile_path=str(path.absolute())) as pipeline:
             pipeline.run(self.requests[:2])
 

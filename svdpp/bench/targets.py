@@ -120,7 +120,7 @@ def check_measurable(
         case, metric = split_name(name)
         case = SPEEDUPS.get(name, case)
         hint = f"leave targets.{name} out"
-        why_not = f"targets.{name}: {case} is not a case beside this pipeline"
+        why_not = f"targets.{name}: {case} is not measured beside this pipeline"
         require(case in cases, why_not, hint, figure=name)
         why_not = f"targets.{name}: on the CPU only peak_reserved_gib is measured"
         require(on_gpu or metric != "peak_allocated_gib", why_not, hint, figure=name)
@@ -130,7 +130,7 @@ def check_measurable(
 
 
 def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[Outcome]:
-    """Compare a summary with all targets; return the outcomes in the order of the targets.
+    """Return the outcome of each target, in the order of the targets.
 
     Args:
         targets: Bounds by valid names of targets.

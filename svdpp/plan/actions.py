@@ -31,7 +31,7 @@ class Kind(StrEnum):
     FREE = "FREE"
     """Free the clip's memory on the second rank of a pair; the first rank finishes the clip."""
     DECODE = "DECODE"
-    """Turn the final latent into frames, or into the frames or tiles of `part`."""
+    """Decode the final latent to frames; with `part`, only to the frames or tiles of that part."""
     SEND_FRAMES = "SEND_FRAMES"
     """Send the decoded frames or tiles to `peer`, then free the clip."""
     RECV_FRAMES = "RECV_FRAMES"
@@ -73,8 +73,9 @@ class Action(NamedTuple):
     """Rank at the other end of a transfer; in a DENOISE, the other rank of the pair. -1: no other
     rank takes part."""
     part: DecodeRange | None = None
-    """Part of the clip that the action decodes or whose frames it transfers; if the action sends
-    the latent, the part that the receiver decodes. None: the whole clip."""
+    """Part of the clip's decode: a DECODE decodes it, SEND_FRAMES and RECV_FRAMES transfer its
+    frames, SHARE and RECV transfer the latent from which the receiver decodes it. None: the whole
+    clip."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -94,7 +95,7 @@ class Action(NamedTuple):
             clip: Index of the clip.
             step: Number of finished steps of the clip.
             peer: Rank at the other end of a transfer; -1: no other rank takes part.
-            part: Part of the clip that the action decodes or transfers; None: all.
+            part: Part of the clip's decode, as in `Action.part`; None: the whole clip.
         """
         return Action(kind, clip, step, step, peer, part)
 
@@ -165,9 +166,10 @@ class Route:
 
     clip: int
     ranges: tuple[StepRange, ...]
-    """Range of steps of each rank that works on the clip, in order; together they are consecutive
-    and reach the last step. A rank with an empty range only encodes or only decodes. If the first
-    range starts after step 0, the clip resumes from a latent checkpoint."""
+    """Range of steps of each rank that works on the clip, in order. Each range starts where the one
+    before it ends, and the last range ends with the clip's last step. A rank with an empty range
+    only encodes or only decodes. If the first range starts after step 0, the clip resumes from a
+    latent checkpoint."""
     decodes: bool = True
     """Whether the clip is decoded to frames."""
     paired: bool = False
@@ -203,9 +205,9 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank holds the final latent without receiving it for a shared decode.
+        """Whether a rank is the second rank of the pair that runs the clip's last steps.
 
-        Such a rank is the second rank of the pair that runs the clip's last steps.
+        This rank has computed the final latent, so it need not receive it for a shared decode.
 
         Args:
             rank: Any rank of the layout.
@@ -246,25 +248,25 @@ class _Visit:
     """Work of one rank on one clip."""
 
     pending: Action | None
-    """RECV of the clip's packet, which is posted before the rank's previous visit. None: the rank
-    receives no packet."""
+    """RECV of the clip's packet. It is posted early: before the rank's work on the previous clip.
+    None: no receive is posted early."""
     work: tuple[Action, ...]
     """All other actions, in order."""
 
 
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
-    """Return the action list of each rank, in which each receive is posted one clip ahead.
+    """Return the action list of each rank. A rank posts the receive of a clip one clip ahead.
 
-    So the transfer of a clip overlaps with work on the clip before it. At most two packets are in
-    flight to a rank: one whose receive is posted, and one that the sender still holds. Example of
-    two clips with 4 steps on two ranks:
+    So the transfer of a clip overlaps with the work on the clip before it. At most two packets are
+    in flight to a rank: one whose receive is posted, and one that the sender still holds. Example
+    of two clips with 4 steps on two ranks:
 
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
-    A rank that helps to decode a clip first runs its steps of the next clips, until the clip has
-    passed the ranks between this rank and the last. Example of three clips with 6 steps on three
-    ranks, where ranks 1 and 2 each decode half of each clip (`>`):
+    A rank that helps to decode a clip does not wait for the clip's last steps. It runs its steps of
+    the next clips until the clip has passed the ranks that follow this rank. Example of three clips
+    with 6 steps on three ranks, where ranks 1 and 2 each decode half of each clip (`>`):
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
@@ -285,8 +287,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Visits in which a rank decodes a part for another rank, each with the number of clips that the
-    # rank denoises before the visit.
+    # Visits in which a rank decodes a part for another rank, each with the number of `visits` that
+    # the rank makes before it.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -323,7 +325,11 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """Yield the last rank's actions for a decode, and for the parts that other ranks decode."""
+    """Yield the last rank's actions for a decode.
+
+    If other ranks decode parts, the last rank first sends them the latent. Then it decodes its own
+    part, and receives the frames of the other parts.
+    """
     clip, end = route.clip, route.ranges[-1].end
     helpers = route.shares[1:]
     for rank, part in helpers:
@@ -392,10 +398,10 @@ def _post_receives_ahead(visits: Sequence[_Visit]) -> tuple[Action, ...]:
 
 
 def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group links into rounds in which no rank occurs twice, so that a round can open in parallel.
+    """Group the links between ranks into rounds; all links of a round can be opened in parallel.
 
-    The algorithm is greedy edge colouring. A pipeline of any length needs 2 rounds. Any graph needs
-    at most 2d - 1 rounds if no rank has more than d links.
+    No rank occurs twice in a round. The algorithm is greedy edge colouring. A pipeline of any
+    length needs 2 rounds. Any graph needs at most 2d - 1 rounds if no rank has more than d links.
 
     Args:
         links: Pairs (from, to) of ranks.

@@ -26,8 +26,8 @@ _MAX_REPLICA_SIZE = 64
 # Ratio of two times up to which the times count as equal. Of equally fast layouts, the simplest is
 # chosen.
 _EQUAL = 1.001
-# Smallest throughput, as a fraction of the best one, of layouts that are considered when the
-# latency is minimised.
+# When the latency is minimised, layouts with a lower throughput than this fraction of the best one
+# are not considered.
 _RATE_KEPT = 0.9
 
 
@@ -58,8 +58,9 @@ def choose_layout(
         memory_gib: Memory of each rank, in GiB. Empty: the memory is unknown, and every layout
             fits.
         pairs: Whether layouts with pairs of ranks are candidates too.
-        fixed: Fields of the layout, which the user has set. Then the only choice is whether the
-            ranks form pairs. None: all layouts are candidates.
+        fixed: Fields of the layout that the user has set, such as `{"split": "balanced"}`. If they
+            are given, the only choice is whether the ranks form pairs. None: all layouts are
+            candidates.
         minimize_latency: Whether to choose the layout with the least latency of a clip, among the
             layouts with at least 0.9 of the best throughput.
         counts: Fields of `Layout` that all candidates share, such as `num_steps`, `world_size` and
@@ -86,7 +87,7 @@ class _Search:
     """Search for the best layout; all fields but the first are arguments of `choose_layout`."""
 
     data_parallel: Layout
-    """Layout in which each rank makes whole clips, with the costs; all others derive from it."""
+    """Layout in which each rank makes whole clips; all candidates are changed copies of it."""
     num_clips: int
     memory_gib: Sequence[float]
     pairs: bool
@@ -122,7 +123,7 @@ class _Search:
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
     def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
-        """Return all possible layouts that derive from the data-parallel layouts `wholes`."""
+        """Return all possible layouts, which are changed copies of the data-parallel `wholes`."""
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -132,7 +133,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield layouts of several stages that fit in memory, with both experts on some rank."""
+        """Yield layouts of several stages in which a rank holds both experts, if they fit."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -220,7 +221,7 @@ def _least(
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
-    """Yield the layouts to forecast, beginning with short replicas, one decoder and `uniform`."""
+    """Yield the layouts to forecast, simple ones first: short replicas, one decoder, `uniform`."""
     num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:

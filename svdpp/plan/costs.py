@@ -40,8 +40,8 @@ class CostModel:
     transfer_seconds: float = 0.0
     """Seconds of a transfer of a clip's packet between two ranks on one host."""
     ranks_per_host: int | None = None
-    """Number of ranks on each host, where consecutive ranks share a host. None: all ranks are on
-    one host."""
+    """Number of ranks on each host; the ranks of a host have consecutive numbers. None: all ranks
+    are on one host."""
     inter_host_transfer_seconds: float | None = None
     """Seconds of a transfer of a clip's packet to a rank on another host; None: unknown."""
     encode_weights_gib: float | None = None
@@ -110,8 +110,8 @@ class CostModel:
     def step_on(self, rank: int, other: int = -1) -> float:
         """Return the seconds of one denoising step on a rank or on a pair of ranks.
 
-        A pair takes half of the slower rank's seconds, plus the seconds of a packet's transfer. The
-        exchange of predictions takes at most this time.
+        A pair takes half of the slower rank's seconds, plus the time in which the ranks exchange
+        their predictions. The seconds of a packet's transfer are an upper bound of this time.
 
         Args:
             rank: Rank that runs the step, or the first rank of a pair.
@@ -153,8 +153,8 @@ class CostModel:
     def peak_gib(self, roles: Roles) -> float | None:
         """Return a rank's peak memory: weights of all its parts, plus the largest work of a part.
 
-        This is an upper bound: weights that two parts share count twice, such as those of the VAE,
-        which encode and decode use.
+        This is an upper bound: weights that two parts use count twice, such as those of the VAE,
+        which encodes and decodes.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -167,9 +167,9 @@ class CostModel:
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a run of the dummy model, which imitates only the work of devices.
+        """Return costs for a run of the dummy model, which sleeps in place of a device's work.
 
-        The costs of transfers are 0, because such a run has real transfers.
+        Transfers cost 0, because the dummy model's transfers are real.
 
         Args:
             pace: Factor for the seconds of all device work.
@@ -251,8 +251,8 @@ class CostModel:
 def step_from_pair(seconds: float, transfer: float) -> float:
     """Return the seconds of a step on one rank, computed from the seconds of a step on a pair.
 
-    This is the inverse of `CostModel.step_on`. The result is at least the seconds of the pair,
-    because a prediction takes less time to transfer than a packet.
+    This is the inverse of `CostModel.step_on`. The exchange of predictions may take less time than
+    `transfer`, so the result is at least `seconds`.
 
     Args:
         seconds: Measured seconds of a step on a pair.
@@ -269,8 +269,8 @@ def measured_costs(
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Cost model whose ratios of encode and decode to step are used if encode or decode
-            was not measured.
+        assumed: Cost model for an encode or decode that was not measured. Only its ratio to the
+            seconds of a step is used.
         in_pairs: Whether the measured steps ran on pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)

@@ -15,8 +15,8 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: Largest number of visits that a forecast computes, which takes about two seconds. A visit is the
-#: work of one rank on one clip. Clips beyond this number are assumed to finish at the same rate.
+#: Largest number of visits that a forecast computes. A visit is the work of one rank on one clip;
+#: this many visits take about two seconds. Further clips are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
 # Number of clips for each rank in a long queue: enough for clips to finish at a constant rate.
@@ -49,9 +49,10 @@ class Forecast:
     clips: int
     """Number of clips."""
     makespan: float
-    """Seconds from the first action's start, or the first arrival, to the last action's end."""
+    """Seconds from the start of the run to the end of its last action. The run starts with its
+    first action, or with the first clip's arrival if arrivals are known."""
     first_clip: float
-    """Seconds from the same start until the first clip is finished."""
+    """Seconds from the start of the run until the first clip is finished."""
     seconds_per_clip: float
     """Mean seconds between finished clips, over the second half of the clips.
 
@@ -93,10 +94,10 @@ class DeadlockError(ValueError):
     """Error for a schedule that cannot run to its end, because ranks wait for each other."""
 
 
-#: Sender and receiver of a link, and whether the link is for clips that several ranks decode.
+#: Sender and receiver of a link, and whether the link is for decodes that several ranks share.
 _LinkId = tuple[int, int, bool]
-#: Id of a transfer: the link, and the number of earlier transfers on the link. For a DENOISE of a
-#: pair, the number is -2 minus the clip's index.
+#: Id of a transfer: the link, and the number of earlier transfers on the link. A DENOISE of a pair
+#: also has an id; its number is negative: -2 minus the clip's index.
 _TransferId = tuple[_LinkId, int]
 
 
@@ -104,8 +105,9 @@ class _Simulation:
     """Simulation of the action lists of all ranks.
 
     A transfer starts when the packet has been sent, the receive has been posted, and the previous
-    transfer on the link has ended. A SEND returns at once, unless the previous transfer on the same
-    link still runs. A rank that waits for a transfer is resumed when the transfer ends.
+    transfer on the link has ended. A SEND waits until the previous transfer on its link has ended,
+    but not for its own transfer. A rank that waits for a transfer is resumed when the transfer
+    ends.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
@@ -135,7 +137,8 @@ class _Simulation:
     def _perform(self, rank: int) -> Iterator[_TransferId]:
         """Simulate a rank's actions; yield the id of each transfer for which the rank waits."""
         clock = 0.0
-        # Transfer id by clip and, for RECV_FRAMES, by sender.
+        # Id of the transfer for which an action waits, by (clip, sender). The sender is -1, except
+        # for RECV_FRAMES.
         arrivals: dict[tuple[int, int], _TransferId] = {}
         for action in self.schedule[rank]:
             self.current[rank] = action
@@ -175,7 +178,7 @@ class _Simulation:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
-        """Note that the sender or the receiver begins the next transfer on a link; return its id.
+        """Record when the sender or the receiver begins the next transfer on a link.
 
         Args:
             end: Role of the rank, "send" or "recv".
@@ -184,7 +187,7 @@ class _Simulation:
             at: Time at which the rank begins.
 
         Returns:
-            Id of the transfer, which is equal for the sender and the receiver.
+            Id of the transfer: the same for the sender and the receiver.
         """
         link = *ranks, action.part is not None
         transfer = link, self.begun[end, link]
@@ -193,9 +196,11 @@ class _Simulation:
         return transfer
 
     def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
-        """Note when one of two ranks begins a transfer, or its half of a pair's DENOISE.
+        """Record when one of two ranks begins a transfer, or its half of a pair's DENOISE.
 
-        The call for the second rank sets the time at which the transfer ends.
+        When the other rank has begun too, the end of the transfer is computed and recorded, and
+        ranks that wait for it are resumed. For a DENOISE, this is the time at which both have
+        begun.
         """
         other = self.half_open.pop(transfer, None)
         if other is None:
@@ -250,8 +255,8 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # Spans are sorted by their ends; a span without duration comes after other spans with the same
-    # end.
+    # Spans are sorted by their ends, so that the last span of each clip remains in the dicts below.
+    # Of spans with the same end, one without duration comes last.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
@@ -304,10 +309,10 @@ def sum_up(
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast the times of clips in a layout, with the costs of the layout.
 
-    The result equals `simulate_schedule`, which would take 15 to 20 times as long. A visit (the
-    work of one rank on one clip) takes about a microsecond to compute, and `layout="auto"` compares
-    dozens of layouts. If all replicas are alike, only one replica is computed. Clips beyond
-    `MAX_VISITS` are assumed to finish at the same rate; see `Forecast.computed_clips`.
+    The result is that of `simulate_schedule`, which takes 15 to 20 times as long. The speed matters
+    because `layout="auto"` compares dozens of layouts. A visit (the work of one rank on one clip)
+    takes about a microsecond to compute. If all replicas are alike, only one replica is computed.
+    Clips beyond `MAX_VISITS` are assumed to finish at the same rate; see `Forecast.computed_clips`.
 
     Args:
         layout: Layout with its costs.
@@ -333,7 +338,10 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
 
 
 def _most_clips(layout: Layout) -> int:
-    """Return the most clips, in whole groups, that a forecast computes (see `MAX_VISITS`)."""
+    """Return the largest number of clips that a forecast computes within `MAX_VISITS`.
+
+    The result is a multiple of the number of ranks that finish clips, and at least that number.
+    """
     visits = MAX_VISITS
     # Layouts in which ranks share a decode are simulated action by action, which is slower.
     if layout.decode_parallel_size > layout.cfg_parallel_size:
@@ -437,7 +445,7 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
 
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
-    """Return the seconds from a clip's last step until the route's last rank has all its frames.
+    """Return the seconds from a clip's last step until the last rank has all frames of the clip.
 
     If several ranks decode the clip, the time includes the transfer of the latent to the other
     ranks, and the transfer of their frames back to the last rank.
@@ -474,9 +482,10 @@ def clip_times(
     """Yield the start and end of each clip, in seconds.
 
     A rank's work on a clip waits only for earlier clips, and for the same clip at the previous
-    rank. So clips can be computed one after the other. The receiver of a transfer posts the receive
-    when it begins its work on its previous clip. The transfer starts after that, and after the
-    previous transfer on the same link, for which the sender also waits.
+    rank. So clips can be computed one after the other. A receiver posts the receive when it begins
+    its work on its previous clip. A transfer starts when the sender has finished its work, the
+    receive is posted, and the previous transfer on the link has ended. The sender also waits until
+    that previous transfer has ended.
 
     Args:
         clips: Stage times of each clip, in order.
@@ -517,7 +526,7 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Draw a line for each rank, in which a column shows the rank's main activity in that time.
+    """Draw a line for each rank; a column shows what the rank did for most of that time.
 
     A step is shown by the character of its clip, an encode by `<`, a decode by `>`, idle time by
     `.`:

@@ -49,9 +49,9 @@ class Layout(ParallelConfig):
     have one rank, the layout is data parallel. Every rank gets its clips in increasing order, so
     that action lists made from the routes of a layout cannot deadlock.
 
-    If the model has two experts, the steps of all clips are divided where the expert changes, and
-    each stage of a replica holds one expert, unless the replica has only one rank or
-    `share_experts` is set.
+    If the model has two experts, each stage of a replica holds one of them, and the steps of all
+    clips are divided where the expert changes. With `share_experts`, or in replicas of one rank,
+    a rank may hold both experts.
 
     Layouts of eight ranks for clips of 28 steps. Each row shows a replica's ranks and their steps:
 
@@ -69,16 +69,16 @@ class Layout(ParallelConfig):
     decode_parallel_size: int = 1
     """Largest number of ranks that decode a clip together; each decodes whole chunks."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model by which the balanced and alternating splits divide the steps, and by which stages
-    are divided between two experts."""
+    """Cost model by which the balanced and alternating splits divide the steps, and by which the
+    stages of a replica are divided between two experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
     """Number of steps that the high-noise expert runs, from 1 to `num_steps` - 1. None: the model
     has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Sizes of the chunks of a decode that are independent of each other: the number of frames in
-    each chunk, or of latent positions in each tile. Empty: one chunk for each rank."""
+    """Sizes of the pieces into which a decode can be divided: frames of each chunk, or latent
+    positions of each tile. Empty: unknown; the decode is divided into equal parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,14 +118,15 @@ class Layout(ParallelConfig):
                 },
             )
         ranks = self.cfg_parallel_size * (self.replica_size if self.num_decoders == 1 else 1)
-        for name, value, most in (
-            ("decoders", self.num_decoders, self.replica_size),
-            ("decode_ranks", self.decode_parallel_size, ranks),
+        unit = "pairs" if self.cfg_parallel_size == 2 else "ranks"
+        whole = "replica" if self.num_decoders == 1 else "decoder"
+        for name, value, most, counted in (
+            ("decoders", self.num_decoders, self.replica_size, f"{unit} of a replica"),
+            ("decode_ranks", self.decode_parallel_size, ranks, f"ranks of a {whole}"),
         ):
             if not 1 <= value <= most:
                 raise RequestError(
-                    f"`{name}` must be {_up_to(most)}, the number of ranks of a replica or "
-                    f"decoder, got {value}",
+                    f"`{name}` must be {_up_to(most)}, the number of {counted}, got {value}",
                     details={name: value, "minimum": 1, "most": most},
                 )
 
@@ -201,7 +202,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order of their work on a clip; of pairs the first rank."""
+        """Ranks of each replica, in the order of their work on a clip; of pairs, the first ranks."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -246,7 +247,7 @@ class Layout(ParallelConfig):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of a replica: one for each rank, but only one for all decoders."""
+        """Number of stages of a replica: one for each rank, and one for all decoders together."""
         return self.replica_size - self.num_decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
@@ -266,7 +267,8 @@ class Layout(ParallelConfig):
             clip: Index of the clip.
 
         Returns:
-            0, and then the number of finished steps after each stage, in order.
+            0, and then the number of finished steps after each stage, such as (0, 4, 8) for two
+            stages of 4 steps.
         """
         return self._cuts_of(clip % self.data_parallel_size).cuts(clip // self.data_parallel_size)
 
@@ -313,10 +315,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
-        """Range of the steps that each rank runs, in the order of the ranks.
+        """Steps that each rank runs, in the order of the ranks.
 
-        The range has the steps that the rank runs in at least one clip, and comes with the mean
-        number of steps per clip.
+        Clips may be divided at different steps. So the range of a rank has all steps that it runs
+        in at least one clip, and `mean_steps` is the mean over its clips.
         """
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
@@ -356,8 +358,8 @@ class Layout(ParallelConfig):
     def _decode_seconds(self, rank: int, writer: int) -> float:
         """Return the seconds that a rank needs for its part of a clip's decode.
 
-        `rank` also stands for the pair of which it is the first rank. `writer` is the rank that
-        finishes the clip.
+        If ranks form pairs, `rank` is the first rank of a pair, and the result is for the slower
+        rank of the pair. `writer` is the rank that finishes the clip.
         """
         if not self.decodes or (self.decode_parallel_size == 1 and rank != writer):
             return 0.0
@@ -370,7 +372,7 @@ class Layout(ParallelConfig):
         return max(seconds, default=0.0 if shares else self.costs.decode_on(rank))
 
     def decode_fraction(self, rank: int) -> float:
-        """Return the fraction of a clip's decode that a rank does, for clips that it decodes.
+        """Return the fraction of a clip's decode that a rank does; 0 if it decodes no clips.
 
         Args:
             rank: A rank of the layout.
@@ -426,7 +428,7 @@ class Layout(ParallelConfig):
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
-        """Yield each different route of a clip in this layout, with 0 as the index of the clip."""
+        """Yield every route that a clip of this layout can have; the index of the clip is 0."""
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
@@ -472,7 +474,8 @@ def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
     """Divide the chunks of a decode, in order, into parts as equal as possible.
 
     Two parts meet at the boundary of chunks that is nearest to an equal division. If two boundaries
-    are equally near, they meet at the earlier one, because the first rank also writes the clip.
+    are equally near, the earlier one is taken. So the first rank, which also writes the clip, gets
+    the smaller part.
 
     Args:
         chunks: Size of each chunk.
@@ -488,7 +491,7 @@ def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
 
 
 def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = False) -> None:
-    """Check that each of the ranks that decode a clip together has a chunk.
+    """Check that a clip has a chunk for each of the ranks that decode it together.
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.

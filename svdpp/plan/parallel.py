@@ -20,7 +20,7 @@ def canonical_split(split: Any) -> Any:
     """Return the current name of a split; `dithered` is the former name of `alternating`.
 
     Args:
-        split: Value from a user or a file, which need not be the name of a split.
+        split: Value from a user or a file. Any value but `dithered` is returned unchanged.
     """
     return "alternating" if split == "dithered" else split
 
@@ -38,9 +38,8 @@ class LayoutOption:
     shown_default: str = ""
     """Description of the default for the help text; empty for a flag."""
     chosen_by: tuple[Literal["auto", "data-parallel", "compare"], ...] = ()
-    """Names of settings that choose the value of this field, so that a user cannot set it as well:
+    """Settings that choose the value of this field themselves, so that a user must not set it:
     values of `--layout`, or `compare` for `plan --compare`."""
-
     in_json: bool = True
     """Whether the JSON of clips and plans always has the field. False: only plans for models with
     two experts have it."""
@@ -55,7 +54,7 @@ _ALL_CHOOSE: Any = ("auto", "data-parallel", "compare")
 
 
 def _option(**about: Any) -> dict[str, LayoutOption]:
-    """Return dataclass metadata for a field, with a `LayoutOption` that has these arguments."""
+    """Return the dataclass metadata of a field: a `LayoutOption` with the arguments `about`."""
     return {"option": LayoutOption(**about)}
 
 
@@ -132,10 +131,9 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """Number of ranks that decode each clip together, or as many as the clip has chunks of frames
-    or tiles. None: 2 if the ranks form pairs and a clip has several chunks or tiles, else 1; this
-    is decided when the configuration is resolved.
-    """
+    """Largest number of ranks that decode a clip together. Each rank decodes at least one chunk of
+    frames or one tile, so a clip may need fewer ranks. None: decided when the configuration is
+    resolved; 2 if the ranks form pairs and a clip has several chunks or tiles, else 1."""
     share_experts: bool = field(
         default=False,
         metadata=_option(
@@ -163,10 +161,10 @@ def layout_options() -> Mapping[str, LayoutOption]:
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename options to the fields of `ParallelConfig`.
+    """Return values by the fields of `ParallelConfig`, such as `data_parallel_size`.
 
     Args:
-        options: Values by option name, such as `replicas`. Other names are kept.
+        options: Values by option name, such as `replicas`. Names of other things are kept.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}

@@ -34,10 +34,10 @@ Cuts = tuple[int, ...]
 # machines compute the same division.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio, whose multiples modulo 2^64 are the most evenly spread additive sequence.
+# 2^64 / golden ratio. Its multiples modulo 2^64 are spread most evenly, however many are used.
 _GOLDEN = 0x9E3779B97F4A7C15
-# Relative gain in throughput below which a stage that encodes or decodes gets no steps, so that the
-# stage's ranks need not load the denoiser.
+# A stage that encodes or decodes gets steps only if they raise the throughput by more than this
+# fraction. Without steps, the ranks of the stage need not load the denoiser.
 _MIN_GAIN_OF_STEPS = 0.005
 
 
@@ -82,7 +82,7 @@ class Stage:
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the number of steps, as a fraction, that each rank can run within a period.
+        """Return the number of steps of a clip that each rank has time for; it can be fractional.
 
         Args:
             seconds: Seconds between clips of the replica.
@@ -102,7 +102,7 @@ class StageGroup:
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between finished clips, which the slowest stage with steps determines.
+        """Return the seconds between finished clips: those of the slowest stage that has steps.
 
         Args:
             cuts: Division of the group's steps, counted from 0.
@@ -113,7 +113,9 @@ class StageGroup:
 
 
 def join_cuts(each: Iterable[Cuts]) -> Cuts:
-    """Combine the divisions of successive groups' steps into a division of the whole clip's steps.
+    """Join the divisions of successive groups of stages, such as (0, 2, 4) and (0, 3).
+
+    The result for this example is (0, 2, 4, 7).
 
     Args:
         each: Division of each group's steps; each begins with 0.
@@ -236,7 +238,9 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Division of the steps of a replica's clips, at fractions that are rounded anew for each clip.
+    """Division of the steps of a replica's clips, at fractional positions.
+
+    The positions are rounded to whole steps, up or down from clip to clip.
 
     A cut is a number of finished steps after which a clip goes on to the next stage. A position c
     becomes the cut floor(c + phase). The phases of successive clips are spread evenly over 0 to 1,
@@ -245,8 +249,8 @@ class ClipCuts:
     """
 
     positions: tuple[Cuts, ...]
-    """Fractional positions of the divisions, in units of 2^-64 steps, for each rank of the
-    replica's last stage."""
+    """Positions of the cuts, in units of 2^-64 steps: one entry for each rank of the replica's last
+    stage."""
 
     def cuts(self, index: int) -> Cuts:
         """Return the cuts of one clip: its positions plus its phase, rounded down.
@@ -366,7 +370,7 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Return cumulative sums of shares as positions of divisions, rounded to 2^-32 steps.
+    """Return positions of cuts: the cumulative sums of `shares`, rounded to 2^-32 steps.
 
     Rounding removes the errors of sums of floats.
     """
@@ -442,9 +446,9 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide the stages between two experts so that the slower group is as fast as possible.
 
-    `seconds_of` returns the seconds between the clips of a group; with more stages, the result must
-    not be larger. `counts` are the possible numbers of stages of the high-noise expert; None: any
-    number.
+    `seconds_of` returns the seconds between the clips of a group; they must not grow with the
+    number of stages. `counts` are the possible numbers of stages of the high-noise expert; None:
+    any number.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:

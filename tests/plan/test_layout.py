@@ -190,7 +190,7 @@ NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
 OTHER_SPLITS = "use `split` balanced or `split` alternating"
-RANGE = "`decoders` must be 1 to {}, the number of ranks of a replica or decoder, got {}"
+RANGE = "`decoders` must be 1 to {}, the number of ranks of a replica, got {}"
 BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of steps (40), got {}"
 
 
