@@ -202,7 +202,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order of their work on a clip; of pairs, the first ranks."""
+        """Ranks of each replica, in the order of their work on a clip; of a pair, the first."""
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
