@@ -217,8 +217,8 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
             yield ratio(f"{PIPELINE} / {case}", *rounds)
     for name, words in _COMPARED.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
-        # The drift of the machine's speed is measured by diffusers. It is unknown if diffusers ran
-        # out of memory.
+        # diffusers did the same work in A and B, so its times show the drift of the machine's
+        # speed. The drift is unknown if diffusers ran out of memory.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
         for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, case, name), _values(b, case, name)

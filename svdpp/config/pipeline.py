@@ -300,10 +300,10 @@ class PipelineConfig:
     """Cost model: seconds of an encode, a step and a decode. Splits other than `uniform` divide the
     steps by it."""
     expert_boundary: int | None = None
-    """Number of steps that the high-noise expert runs. It is read from the checkpoint when the
+    """Number of steps that the high-noise expert runs. It is computed from the checkpoint when the
     configuration is resolved. None: not resolved yet, or the model has only one denoiser."""
     tiles: tuple[int, ...] = ()
-    """Size of each tile of a clip's decode, in positions of the latent. The sizes are read from the
+    """Size of each tile of a clip's decode, in positions of the latent. The sizes are computed from the
     checkpoint when the configuration is resolved. Empty: not resolved yet, or ranks cannot share
     the tiles."""
     checksum: bool = False

@@ -197,7 +197,7 @@ class Route:
 
     @property
     def decode_links(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (from, to) between which the final latent or decoded frames are sent."""
+        """Pairs of ranks (from, to) that send the final latent or frames for a shared decode."""
         writer = self.ranges[-1].rank
         links: set[tuple[int, int]] = set()
         for share in self.shares[1:]:

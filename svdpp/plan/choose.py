@@ -277,8 +277,8 @@ class LayoutForecast(NamedTuple):
     seconds_per_clip: float = 0.0
     """Mean seconds between finished clips in a long queue."""
     note: str = ""
-    """Remark on the layout: it is chosen, is impossible, or does not fit in memory. Usually
-    empty."""
+    """Remark on the layout: why `auto` chose it, why it is impossible, or that it does not fit in
+    memory. Usually empty."""
 
 
 def compare_layouts(

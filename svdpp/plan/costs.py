@@ -151,7 +151,7 @@ class CostModel:
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, roles: Roles) -> float | None:
-        """Return a rank's peak memory: weights of all its parts, plus the largest work of a part.
+        """Return a rank's peak memory: weights of all its parts, plus the most work memory of one.
 
         This is an upper bound: weights that two parts use count twice, such as those of the VAE,
         which encodes and decodes.
@@ -269,8 +269,8 @@ def measured_costs(
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Cost model for an encode or decode that was not measured. Only its ratio to the
-            seconds of a step is used.
+        assumed: Cost model from which the ratio of encode to step, or of decode to step, is taken
+            if the encode or the decode was not measured.
         in_pairs: Whether the measured steps ran on pairs of ranks.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)

@@ -560,7 +560,7 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
         if span.action.kind is Kind.DENOISE and span.end > span.start
     )
     step = min(steps, default=0.0)
-    # If steps are extremely short, they do not determine the number of columns.
+    # Steps that are extremely short are ignored: they would give too many columns.
     whole = round(total / step) if step * 1e6 > total else width
     return max(1, whole // max(1, math.ceil(whole / width)))
 

@@ -27,7 +27,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
 
 
 def check_video_frames(sampling: Any) -> None:
-    """Check that the VAE can encode all frames of a video: 1 frame, then whole groups of frames.
+    """Check that the VAE can encode `video_frames` frames: 1, and then groups of `frames_unit`.
 
     Args:
         sampling: Sampling parameters with `video_frames`.

@@ -175,7 +175,7 @@ class VideoCondition:
     """Image that a clip shows at one frame; has the fields of `LTX2VideoCondition`."""
 
     frames: Any
-    """Image of PIL that the clip shows."""
+    """PIL image that the clip shows."""
     index: int
     """Index of the frame in the latent; -1: the last frame."""
     strength: float
@@ -190,7 +190,7 @@ class ReferenceCondition:
     """Image or video that the denoiser attends to; has the fields of `LTX2ReferenceCondition`."""
 
     frames: Any
-    """Image of PIL, or a list of images."""
+    """PIL image, or the list of a video's PIL images."""
     strength: float
     """Strength of the reference: 0 (the denoiser sees only noise) to 1 (the denoiser sees the
     reference without noise)."""
