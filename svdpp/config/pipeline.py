@@ -303,9 +303,9 @@ class PipelineConfig:
     """Number of steps that the high-noise expert runs. It is computed from the checkpoint when the
     configuration is resolved. None: not resolved yet, or the model has only one denoiser."""
     tiles: tuple[int, ...] = ()
-    """Size of each tile of a clip's decode, in positions of the latent. The sizes are computed from the
-    checkpoint when the configuration is resolved. Empty: not resolved yet, or ranks cannot share
-    the tiles."""
+    """Size of each tile of a clip's decode, in positions of the latent. The sizes are computed from
+    the checkpoint when the configuration is resolved. Empty: not resolved yet, or ranks cannot
+    share the tiles."""
     checksum: bool = False
     """Whether packets between ranks contain a CRC-32 of their tensors, which the receiver
     checks."""
