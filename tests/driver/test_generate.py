@@ -128,7 +128,7 @@ def test_an_image_in_memory_counts_as_it_is_and_is_saved_once(tmp_path: Path) ->
 # --- refusals -----------------------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"stepz": 4}, RequestError, "no argument 'stepz'"),
+    ({"stepz": 4}, RequestError, "'stepz' is neither an argument"),
     ({"steps": 4, "num_inference_steps": 4}, RequestError, "given twice"),
     ({"steps": 0}, RequestError, "`num_inference_steps` must be 1 to"),
     ({"inputs": ()}, RequestError, "neither an image nor a prompt"),
