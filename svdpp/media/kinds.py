@@ -18,6 +18,15 @@ _DEMUXERS = (
     *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
+# First bytes of image formats, without WebP and AVIF, and the usual suffix of such files.
+_IMAGE_SUFFIXES = (
+    (b"\x89PNG", ".png"),
+    (b"\xff\xd8", ".jpg"),
+    (b"GIF8", ".gif"),
+    (b"BM", ".bmp"),
+    (b"II", ".tif"),
+    (b"MM", ".tif"),
+)
 # Brands of ISO media files that contain images. Except for the brand, an image file looks like an
 # mp4.
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
@@ -70,6 +79,24 @@ def demuxer_of(data: bytes) -> str | None:
         return None
     known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
     return next(known, None)
+
+
+def usual_suffix(data: bytes) -> str:
+    """Return the usual suffix, such as `.jpg`, for a supported image or video.
+
+    Args:
+        data: First bytes of the file.
+
+    Returns:
+        Suffix with its dot; `.bin` if the bytes are those of no supported file.
+    """
+    if demuxer := demuxer_of(data):
+        return ".mp4" if demuxer == "mov" else ".mkv"
+    if is_iso_image(data):
+        return ".avif"
+    if data.startswith(b"RIFF") and data.startswith(b"WEBP", 8):
+        return ".webp"
+    return next((suffix for magic, suffix in _IMAGE_SUFFIXES if data.startswith(magic)), ".bin")
 
 
 def is_iso_image(data: bytes) -> bool:

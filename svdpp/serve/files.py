@@ -16,11 +16,14 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Receive, Scope, Send
 
+from svdpp.media.kinds import usual_suffix
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
 
 # One range of a Range header. Its offsets have at most 18 digits, which suffice for any file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
+# Number of bytes at the beginning of a file from which its kind can be told.
+_SIGNATURE_BYTES = 16
 # Maximum number of characters of a prompt that a file name has.
 _NAME_CHARACTERS = 60
 
@@ -42,7 +45,7 @@ class PrivateFile(FileResponse):
             sha256: Hash of the content, which becomes the ETag; empty if it is not known.
             changed_at: Unix time of the content's last change, for Last-Modified. The modification
                 time of the file is not used, because each copy has another one.
-            kind: Media type; empty: the type is guessed from the suffix of `path`.
+            kind: Media type; empty: the type is guessed from the suffix of `name`.
         """
         headers = {
             "Cache-Control": "private, max-age=3600, immutable",
@@ -51,7 +54,7 @@ class PrivateFile(FileResponse):
         }
         if sha256:
             headers["ETag"] = f'"{sha256}"'
-        guessed = mimetypes.guess_type(path.name, strict=False)[0]
+        guessed = mimetypes.guess_type(name, strict=False)[0]
         kind = kind or guessed or "application/octet-stream"
         super().__init__(path, media_type=kind, headers=headers)
 
@@ -111,13 +114,17 @@ def clip_name(job: Job) -> str:
 def input_name(job: Job, path: Path) -> str:
     """Return the readable file name of a job's input file, such as `chelsea.png`.
 
-    A further input file is named by its field, such as `control_video.mp4`.
+    A further input file is named by its field, such as `control_video.mp4`. Its suffix follows from
+    its first bytes, because the stored file has the name of the field in place of a suffix.
 
     Args:
         job: Job with the input file.
         path: Path of the stored file.
     """
-    return f"{_stem(job)}{path.suffix}" if path.name == job.input_file else f"{path.suffix[1:]}.mp4"
+    if path.name == job.input_file:
+        return f"{_stem(job)}{path.suffix}"
+    with path.open("rb") as file:
+        return path.suffix.removeprefix(".") + usual_suffix(file.read(_SIGNATURE_BYTES))
 
 
 def _stem(job: Job) -> str:

@@ -30,7 +30,7 @@ from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
 from svdpp.media.images import MAX_PIXELS, Conversion, MediaFile, read_bytes, read_image
-from svdpp.media.kinds import FORMATS, demuxer_of
+from svdpp.media.kinds import FORMATS, demuxer_of, usual_suffix
 from svdpp.media.video_frames import probe_video
 
 # Limits of the decoder, the process that decodes an uploaded image. The largest images that
@@ -76,9 +76,6 @@ _ERROR_PREFIX = "refused\0"
 #: excluded, because they occur in the data of a scan.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
-#: Suffix of the stored file by Pillow's name of the image format, where the two differ. MPO is a
-#: JPEG with several images.
-_SUFFIXES = {"JPEG": ".jpg", "MPO": ".jpg", "TIFF": ".tif"}
 
 #: Results of decoders, by the image's SHA-256 and the requested number of frames.
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
@@ -391,20 +388,16 @@ def _encode_error(message: str, hint: str, details: dict[str, Any]) -> str:
 
 
 def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
-    if video_frames and (demuxer := demuxer_of(read_bytes(path))):
-        file = probe_video(path, video_frames, max_pixels)
-        suffix = ".mp4" if demuxer == "mov" else ".mkv"
-    else:
+    data = read_bytes(path)
+    if not (video_frames and demuxer_of(data)):
         _check_cost(path, max_scans)
-        # An animation is checked as a video; any other image is repeated for all frames.
-        if video_frames:
-            file = probe_video(path, video_frames, max_pixels)
-        else:
-            image, file = read_image(path, max_pixels)
-            image.close()
-        with Image.open(path, formats=FORMATS) as header:
-            format = str(header.format)
-            suffix = _SUFFIXES.get(format, f".{format.lower()}")
+    # An animation is checked as a video; any other image is repeated for all frames.
+    if video_frames:
+        file = probe_video(path, video_frames, max_pixels)
+    else:
+        image, file = read_image(path, max_pixels)
+        image.close()
+    suffix = usual_suffix(data)
     return f"{file.sha256} {suffix} {file.width} {file.height} {file.conversion}"
 
 

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import mimetypes
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from PIL import Image
 
+from svdpp.config import OutputConfig
+from svdpp.config.families.registry import SAMPLING_CLASSES
+from svdpp.config.limits import MAX_REFERENCES
+from svdpp.config.pipeline import LAST_IMAGE, reference_names
+from svdpp.media.video import write_clip
 from svdpp.serve.files import PrivateFile, clip_name, input_name
+from svdpp.serve.store import FILE_NAME
 from tests.support.engines import new_job
 from tests.support.http_server import error_of
 
@@ -101,8 +110,29 @@ def test_a_file_has_a_readable_name(file: PrivateFile) -> None:
     job = new_job(seed=1, input_file="", input_name="", prompt='The "sea", at\nnight: 夜の海')
     assert clip_name(job) == "the-sea-at-night-夜の海-seed1.mp4"
     assert clip_name(new_job(input_file="", input_name="", prompt="...")) == "clip-seed1.mp4"
-    job = new_job(
-        id="video_1", input_file="video_1.gif", input_name="sea.html", further_inputs={"pose": "0"}
-    )
+    job = new_job(id="video_1", input_file="video_1.gif", input_name="sea.html")
     assert input_name(job, Path("/photos/video_1.gif")) == "sea.gif"
-    assert input_name(job, Path("/photos/video_1.pose")) == "pose.mp4"
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp", "a.bmp", "a.tif", "a.gif", "a.mp4"])
+def test_a_further_input_is_named_by_its_field_and_its_kind(tmp_path: Path, name: str) -> None:
+    made, kept = tmp_path / name, tmp_path / "video_1.reference_2"
+    if name.endswith(".mp4"):
+        write_clip(
+            np.zeros((2, 16, 16, 3), np.uint8), OutputConfig(path=str(made)), fps=7, metadata={}
+        )
+    else:
+        Image.new("RGB", (16, 16)).save(made)
+    made.rename(kept)
+    readable = input_name(new_job(id="video_1", input_file="video_1.png"), kept)
+    assert readable == f"reference_2{Path(name).suffix}"
+    answer = answer_of(PrivateFile(kept, readable, "ab" * 32, CHANGED))
+    assert answer.headers["content-type"] == mimetypes.guess_type(name)[0]
+
+
+def test_every_input_of_every_family_has_the_name_of_a_file_that_can_be_removed() -> None:
+    videos = {name for each in SAMPLING_CLASSES.values() for name in each.videos}
+    assert "pose_video" in videos
+    for field in (LAST_IMAGE, *reference_names(MAX_REFERENCES), *videos):
+        (path,) = new_job(further_inputs={field: ""}).further_paths(Path()).values()
+        assert FILE_NAME.fullmatch(str(path)), path
