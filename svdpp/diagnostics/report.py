@@ -185,8 +185,8 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     Args:
         metrics: Metrics of the finished run.
         costs: Path of a file with the measured costs.
-        option: Format string that turns name and value of an option into text: `--{} {}` for a
-            command. A benchmark's overrides have another format.
+        option: Format string for the options that the advice names, from name and value: `--{} {}`
+            for a command. For a benchmark, it has the format of the benchmark's overrides.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)

@@ -145,7 +145,7 @@ class LineReader:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Field names by alias, such as `steps` by diffusers' name `num_inference_steps`."""
+        """Map of accepted aliases to field names, such as `num_inference_steps` to `steps`."""
         aliases = {param.name: name for name, param in self._params.items() if param.name != name}
         for name in ("image", "input_reference", "image_reference"):
             if name != self.image_field and self.image_field in self.fields:

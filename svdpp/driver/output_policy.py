@@ -64,7 +64,7 @@ class OutputPolicy:
             known = ", ".join(f".{name}" for name in formats)
             raise RequestError(
                 f"unsupported output format: `out` {shlex.quote(str(out))} (supported: {known})",
-                "a path without the suffix of a video names a folder",
+                "use a supported suffix; leave the suffix out to name a folder",
                 details={"path": str(out), "supported": list(formats)},
             )
         kind: Any = format or (suffix[1:] if is_file else "mp4")

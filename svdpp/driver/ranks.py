@@ -403,7 +403,7 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
 
 
 def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
-    """Whether ranks have different devices or library versions, so that their bits may differ.
+    """Whether ranks have different devices or library versions, which can change the clips' bits.
 
     Args:
         started: `Started` event of each rank, with device and conditions.
@@ -436,7 +436,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         found = differences[0]
         raise RequestError(
             f"rank {found['rank']} has {found['condition']} {found['value']}, rank 0 has "
-            f"{found['rank_0_value']}: their bits may differ",
+            f"{found['rank_0_value']}: the clips may have other bits than on one device",
             "use equal GPUs and versions, or `allow_mixed_devices`, which marks the clips as "
             "unproven",
             details={**found, "rank_0": 0},

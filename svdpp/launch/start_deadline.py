@@ -128,7 +128,7 @@ def fork_server_end() -> str | None:
     """Return how the fork server of this process has ended, such as `was killed by SIGKILL`.
 
     Returns:
-        Clause whose subject is the server. None if the server runs, was never started, or was
+        Words to put after `the fork server`. None if the server runs, was never started, or was
         replaced by another server.
     """
     pid = getattr(forkserver._forkserver, "_forkserver_pid", None)

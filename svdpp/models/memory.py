@@ -113,8 +113,8 @@ def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingCo
 
     The model's real code runs on fake tensors for some seconds, and torch's formulas give the FLOPs
     of each operation: 2 for each multiply-add of a matrix product, convolution or attention, 0 for
-    all other operations. The FLOPs of one step are the mean of the steps that run. As in
-    `estimate`, other threads can compute meanwhile.
+    all other operations. Usually two of the clip's steps run; the FLOPs of one step are their mean.
+    Other threads may use torch during the call.
 
     Args:
         checkpoint: Checked checkpoint. Only its configs are read, and the headers of those weight

@@ -182,7 +182,8 @@ class Layout(ParallelConfig):
             facts: All other fields of the layout.
 
         Raises:
-            RequestError: The ranks do not divide the steps, or the fields contradict each other.
+            RequestError: The split is `uniform` and the stages cannot have equally many steps, or
+                the fields contradict each other.
         """
         chosen = {each.name: getattr(parallel, each.name) for each in fields(ParallelConfig)}
         if chosen["decode_parallel_size"] is None:

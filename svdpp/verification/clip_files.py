@@ -243,7 +243,8 @@ _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
 # Side of a block in pixels.
 _BLOCK = 32
-# Largest mean square of the difference between two sounds, as a fraction of a sound's mean square.
+# Two sounds count as similar if the mean square of their difference is at most this fraction of the
+# mean square of the recomputed sound.
 _SIMILAR_SOUND = 0.01
 
 

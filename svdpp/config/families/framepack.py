@@ -46,9 +46,9 @@ def _chunks_of(sampling: Any) -> int:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the call's arguments: the steps of one chunk, and frames that give all chunks.
+    """Return the pipeline's arguments: the steps of one chunk, and `num_frames` for all chunks.
 
-    The pipeline divides `num_frames` by `_WINDOW` to get the number of chunks.
+    The pipeline computes the number of chunks as `num_frames` / `_WINDOW`.
     """
     chunks = _chunks_of(sampling)
     return {

@@ -102,12 +102,12 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all chunks."""
+        """Total number of stages: each chunk has `_STAGES` stages."""
         return _STAGES * self.chunks
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks: every stage has the same number of steps."""
+        """Total number of stages. The steps are divided equally among the stages."""
         return self.num_stages
 
     @property

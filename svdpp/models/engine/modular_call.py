@@ -86,7 +86,10 @@ class _Stop(BaseException):
 
 @dataclass(kw_only=True, eq=False)
 class ModularCall:
-    """Call of a modular pipeline that begins with the state in a packet and ends before a step."""
+    """Partial call of a modular pipeline, which runs a range of the steps.
+
+    The call continues from the state in a packet, and ends before the step `end`.
+    """
 
     pipe: Any
     """Modular pipeline of diffusers. While the call lasts, its blocks and components are hooked."""

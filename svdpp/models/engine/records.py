@@ -489,8 +489,9 @@ def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
 
 @functools.cache
 def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
-    """Return the names of a pipeline class's methods whose results may be recorded.
+    """Return the names of a pipeline class's methods that can be replayed on another rank.
 
+    One rank records the results of such a method, and later ranks return them without running it.
     Methods of `DiffusionPipeline` are not among them, nor are those in `_NOT_RECORDED`.
     """
     names: dict[str, Any] = {}
