@@ -589,6 +589,9 @@ def _check_configs(model: ModelConfig, folder: Path, *, is_local: bool) -> Check
         "frames": spec.frame_limits,
         **spec.checkpoint_facts(configs),
     }
+    facts["size_multiple"] = configs.whole_latents(
+        facts["size_multiple"], spec.sampling.frames_unit
+    )
     if facts["image_use"] == "refused":
         facts["last_image_use"] = "refused"
     checkpoint = Checkpoint(

@@ -6,6 +6,7 @@ does not know, or if a size in a config is above its limit.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,6 +37,8 @@ _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
+#: Largest number of halvings of a VAE, which keeps numbers from untrusted configs small.
+_MOST_HALVINGS = 16
 # Libraries whose classes components may have.
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
@@ -199,6 +202,56 @@ class Configs:
         """
         config = self._configs[part]
         return replace(config, values={**defaults, **config.values})
+
+    def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
+        """Return the numbers of pixels of which sides must be multiples, also for this VAE.
+
+        diffusers rounds other sides, and other numbers of frames, down to whole positions of the
+        latent, so that a clip would be smaller or shorter than it was requested.
+
+        Args:
+            size_multiple: Numbers of pixels for height and width, without regard to the VAE.
+            frames_unit: Number of which numbers of frames are a multiple, plus a constant; 1: the
+                family checks numbers of frames itself.
+
+        Raises:
+            ModelError: The VAE makes one position of the latent of more frames than `frames_unit`,
+                or of a number that does not divide it.
+        """
+        vae = self.of("vae")
+        side, frames = _compression(vae.values)
+        if frames_unit > 1 and frames_unit % frames:
+            raise vae.error(
+                f"the VAE compresses {frames} frames to one, but must compress {frames_unit}, or "
+                "a number that divides it",
+                UNSUPPORTED_HINT,
+                details={"frames": frames, "frames_unit": frames_unit},
+            )
+        height, width = size_multiple
+        return math.lcm(height, side), math.lcm(width, side)
+
+
+def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of pixels of a side, and of frames, for one position of the latent.
+
+    A number is 1 if the config does not have it, as that of a VAE of images lacks frames.
+    """
+    scaling, blocks = vae.get("spatio_temporal_scaling"), vae.get("block_out_channels")
+    side = frames = 1
+    if isinstance(scaling, list):  # VAEs of LTX
+        factor = 2 ** min(sum(map(bool, scaling)), _MOST_HALVINGS)
+        side, frames = (factor * _size(vae.get(f"patch_size{end}")) for end in ("", "_t"))
+    elif isinstance(blocks, list) and "spatial_downsample_factors" not in vae:
+        side = 2 ** min(max(len(blocks) - 1, 0), _MOST_HALVINGS)
+    for end in ("scale_factor_{}", "{}_compression_ratio"):
+        side = _size(vae.get(end.format("spatial")), side)
+        frames = _size(vae.get(end.format("temporal")), frames)
+    return side, frames
+
+
+def _size(value: object, default: int = 1) -> int:
+    """Return a positive integer of a config; `default` if it is none."""
+    return value if type(value) is int and value > 0 else default
 
 
 def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = False) -> JsonFile:

@@ -7,6 +7,7 @@ shape. During the run, the bytes of all storages, or the FLOPs of operations, ar
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, update_wrapper
@@ -93,17 +94,20 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
         yield
     except SvdppError:  # most types of SvdppError are RuntimeErrors or ValueErrors too
         raise
-    except (IndexError, RuntimeError, ValueError) as error:
+    except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         # For example, the model's table of positions is too short for the clip.
+        problem = first_line(error)
+        if isinstance(error, AssertionError) and not str(error):
+            problem = str(traceback.extract_tb(error.__traceback__)[-1].line)
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
-            f"model {display_name(model.name)} cannot make a clip of {size} ({first_line(error)})",
+            f"model {display_name(model.name)} cannot make a clip of {size} ({problem})",
             "use another `height`, `width` or `num_frames`",
             details={
                 "width": sampling.width,
                 "height": sampling.height,
                 "frames": sampling.num_frames,
-                "problem": first_line(error),
+                "problem": problem,
             },
         ) from error
 

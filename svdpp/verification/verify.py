@@ -96,6 +96,8 @@ def verify(
             config, layout=layout, num_clips=len(requests), launched=find_world()
         )
         config = request.resolve()[0]
+    # The model's configs say where its experts divide the steps.
+    config = resolve_config(config, weights="none")[0]
     clips = range(len(requests))
     with temp_folder("svdpp-verify-") as folder:
         pipelined, sequential = folder / "pipelined", folder / "sequential"

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from svdpp.config import ModelConfig, SvdSampling
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, RequestError
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine import load
 from svdpp.models.engine.factory import load_engine_model
@@ -130,6 +130,21 @@ def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> N
         estimate(checkpoint, ModelConfig(name=str(folder)), sampling, device="cpu")
     assert error.value.details["shape"] != error.value.details["config_shape"]
     assert "size" not in error.value.hint
+
+
+def test_a_failed_assertion_of_a_library_is_shown(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Components of diffusers check values by `assert`, without a message."""
+
+    def decode(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(diffusers.AutoencoderKLTemporalDecoder, "decode", decode)
+    checkpoint = read_folder(folder)
+    sampling = checkpoint.resolve_sampling(SvdSampling(height=64, width=64, num_inference_steps=2))
+    with pytest.raises(RequestError, match=r"cannot make a clip .* \(raise AssertionError\)"):
+        estimate(checkpoint, ModelConfig(name=str(folder)), sampling, device="cpu")
 
 
 def test_fake_models_change_nothing_that_other_threads_share(

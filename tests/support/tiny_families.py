@@ -21,7 +21,7 @@ from diffusers.modular_pipelines.modular_pipeline_utils import ComponentSpec
 
 from svdpp.config.families.registry import FAMILY_SPECS
 from tests.support.family_case import Case
-from tests.support.tiny_parts import Parts
+from tests.support.tiny_parts import Parts, rebuild
 
 _FOLDER = Path(__file__).with_name("families")
 _NAMES = sorted(path.stem for path in _FOLDER.glob("*.py"))
@@ -99,24 +99,33 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
     """Save a pipeline of a family with random weights to `folder`, and return the folder.
 
     `changes` may have options of `save_pretrained`, options of the function that creates the
-    components, and components that replace the created ones.
+    components, and components that replace the created ones. Three further options are
+    `configs`: changed values of components' configs, by component (see `rebuild`);
+    `class_names`: class names to write into the index, by component; and
+    `saved_dtype`: dtype of all saved weights.
     """
     options = {name: changes.pop(name) for name in _OPTIONS & changes.keys()}
     if family.endswith("_v2v"):
         family, image = family.removesuffix("_v2v"), False
+    configs, class_names = changes.pop("configs", {}), changes.pop("class_names", {})
+    saved_dtype = changes.pop("saved_dtype", None)
     make = _PARTS[family]
     own = {name: changes.pop(name) for name in inspect.signature(make).parameters & changes.keys()}
     image = image and not own.get("expand_timesteps")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         parts = {**make(image, **own), **changes}
+        parts |= {name: rebuild(parts[name], values) for name, values in configs.items()}
+        for part in parts.values() if saved_dtype is not None else ():
+            if isinstance(part, torch.nn.Module):
+                part.to(saved_dtype)
         spec = FAMILY_SPECS[family]
         pipeline: Any = getattr(diffusers, spec.pipeline(image or spec.text_pipeline is None))
         if spec.modular is None:
             pipeline(**parts).save_pretrained(folder, safe_serialization=True, **options)
         else:
             _save_modular(pipeline(), parts, folder, **options)
-    _name_published_classes(folder, family)
+    _name_published_classes(folder, family, class_names)
     return folder
 
 
@@ -136,7 +145,7 @@ def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None
     pipe.save_pretrained(str(folder), overwrite_modular_index=True, **options)
 
 
-def _name_published_classes(folder: Path, family: str) -> None:
+def _name_published_classes(folder: Path, family: str, class_names: Mapping[str, str]) -> None:
     """Write the class names of published checkpoints into `model_index.json`.
 
     Without torchvision, transformers lacks some image processors, so the checkpoint is saved with
@@ -151,11 +160,9 @@ def _name_published_classes(folder: Path, family: str) -> None:
         index["tokenizer"] = ["transformers", _PROCESSORS[family]]
         image = {"image_processor_type": "Qwen2VLImageProcessor"}
         (folder / "tokenizer" / "preprocessor_config.json").write_text(json.dumps(image))
+    for part, name in class_names.items():
+        index[part] = [index[part][0], name, *index[part][2:]]
     path.write_text(json.dumps(index))
-
-
-save_tiny_wan = partial(save_tiny, "wan")
-save_tiny_ltx = partial(save_tiny, "ltx")
 
 
 save_tiny_wan = partial(save_tiny, "wan")

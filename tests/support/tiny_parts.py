@@ -107,3 +107,32 @@ def qwen() -> Any:
     rope = {"mrope_section": [1, 1, 2], "rope_type": "default", "type": "default"}
     layers = {"num_hidden_layers": 3, "num_key_value_heads": 2}
     return transformers.Qwen2_5_VLTextConfig(**LLM, **layers, rope_scaling=rope)
+
+
+def rebuild(part: Any, changes: Parts) -> Any:
+    """Return a component of the same class with other values in its config, and new weights.
+
+    Weights that are zero become random numbers, because with zeros a branch has no effect.
+
+    Args:
+        part: Model, scheduler or guider.
+        changes: Values by the key of the config; a mapping changes a nested config.
+    """
+    if isinstance(part, transformers.PreTrainedModel):
+        config = type(part.config)(**_merged(part.config.to_dict(), changes))
+        made = type(part)(config)
+    else:
+        values = {**part.config, **changes}
+        values.pop("_use_default_values", None)  # names of values that diffusers would ignore
+        made = type(part).from_config(values)
+    for weight in made.parameters() if isinstance(made, torch.nn.Module) else ():
+        if weight.ndim > 1 and not weight.any():
+            torch.nn.init.normal_(weight, std=0.1)
+    return made
+
+
+def _merged(values: Parts, changes: Parts) -> Parts:
+    return values | {
+        key: _merged(values[key], value) if isinstance(value, dict) and key in values else value
+        for key, value in changes.items()
+    }

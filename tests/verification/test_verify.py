@@ -15,10 +15,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SvdSampling
+from svdpp.config import (
+    ClipRequest,
+    ModelConfig,
+    ParallelConfig,
+    PipelineConfig,
+    SvdSampling,
+)
+from svdpp.config.families.wan import WanSampling
 from svdpp.config.tolerance import Tolerance
 from svdpp.errors import RequestError
 from svdpp.media.inputs import example_images
+from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.dummy import DummyModel
 from svdpp.verification.result import (
     Check,
@@ -30,6 +38,7 @@ from svdpp.verification.verify import run_pipelined, verify
 from svdpp.worker.tensor_files import TensorStore
 from tests.support.builders import save_tiny_checkpoint
 from tests.support.damage import Damage, one_ulp_off
+from tests.support.tiny_families import save_tiny_wan
 
 
 def _compare(
@@ -233,6 +242,21 @@ def test_a_proof_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
 
     assert verdict.bitwise
     assert {check.rank for check in verdict.checks if check.clip == 0} == ranks
+
+
+@pytest.mark.slow
+def test_the_steps_of_experts_are_found_for_a_configuration_from_python(tmp_path: Path) -> None:
+    """The caller does not know at which step the model's second expert takes over."""
+    folder = save_tiny_wan(tmp_path / "model", boundary_ratio=0.6)
+    sampling = WanSampling(height=32, width=32, num_frames=5, num_inference_steps=4)
+    parallel = ParallelConfig(split="balanced")
+    model = ModelConfig(name=str(folder))
+    config = PipelineConfig(world_size=2, model=model, sampling=sampling, parallel=parallel)
+    boundary = find_checkpoint(model).expert_boundary(sampling)
+    assert boundary == 3, "the experts do not divide the steps as models with one expert do"
+    result = verify(config, [ClipRequest(seed=0, prompt="a cat")])
+    assert result.bitwise
+    assert result.checks[0].step == boundary
 
 
 @pytest.mark.slow

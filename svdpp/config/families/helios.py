@@ -257,8 +257,11 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     vae = configs.of("vae", scale_factor_spatial=8, scale_factor_temporal=_TEMPORAL)
     reason = f"because svdpp knows only chunks of {_CHUNK} frames"
     vae.require("scale_factor_temporal", _TEMPORAL, reason)
-    scheduler = configs.of("scheduler", scheduler_type="unipc")
+    scheduler = configs.of("scheduler", scheduler_type="unipc", shift=1.0)
     scheduler.require("scheduler_type", "unipc", "because svdpp expects latents in float32")
+    if scheduler.values.get("use_dynamic_shifting"):
+        reason = "because diffusers shifts the noise levels only once"
+        scheduler.require("shift", 1.0, reason)
     unit = 2 * vae.positive_int("scale_factor_spatial", 64)
     return {"size_multiple": (unit, unit)}
 

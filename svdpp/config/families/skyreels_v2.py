@@ -19,6 +19,7 @@ from svdpp.config.families.wan import (
     check_first_timesteps,
     image_projection,
     last_image_facts,
+    size_multiple,
     vae_channels,
 )
 from svdpp.config.limits import MAX_FRAMES, require
@@ -85,7 +86,11 @@ class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    return {**image_projection(configs), **last_image_facts(configs)}
+    return {**_forcing_facts(configs), **last_image_facts(configs)}
+
+
+def _forcing_facts(configs: CheckpointConfigs) -> CheckpointFacts:
+    return {"size_multiple": size_multiple(configs), **image_projection(configs)}
 
 
 def _check_forcing(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
@@ -138,7 +143,7 @@ SKYREELS_V2_FORCING = replace(
     text_pipeline="SkyReelsV2DiffusionForcingPipeline",
     image_pipeline="SkyReelsV2DiffusionForcingImageToVideoPipeline",
     text_and_image=True,
-    checkpoint_facts=image_projection,
+    checkpoint_facts=_forcing_facts,
     check_sampling=_check_forcing,
     # The pipeline gives each latent frame its own timestep. `FlowMatchEulerDiscreteScheduler`
     # cannot be used, because its `step` takes only one timestep.

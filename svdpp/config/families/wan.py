@@ -177,6 +177,8 @@ class Wan22VaceControlModularSampling(WanControlSampling):
 _TWO_IMAGES = "is set only for models with a first and a last image"
 #: Family for models with one expert, by the class of the denoiser.
 _ONE_EXPERT = {"WanTransformer3DModel": "wan_modular", "WanVACETransformer3DModel": "wan_vace"}
+#: Largest side of a patch of the denoiser, in positions of the latent.
+_MAX_PATCH = 64
 #: Value of `boundary_ratio` that diffusers' modular pipelines use if the index has none.
 _MODULAR_BOUNDARY = 0.875
 
@@ -211,10 +213,22 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
     return _checkpoint_facts(configs)
 
 
-def _size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
+def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
+    """Return the numbers of pixels of whole patches, for the height and the width of a frame."""
     vae = configs.of("vae", scale_factor_spatial=8)
-    unit = 2 * vae.positive_int("scale_factor_spatial", 64)
-    return unit, unit
+    unit = vae.positive_int("scale_factor_spatial", 64)
+    transformer = configs.of("transformer", patch_size=[1, 2, 2])
+    patch = transformer.values["patch_size"]
+    if not (isinstance(patch, list) and len(patch) == 3 and all(map(_is_patch_side, patch))):
+        raise transformer.error(
+            f"patch_size is {shown(patch)}, not three numbers from 1 to {_MAX_PATCH}",
+            details={"patch_size": shown(patch), "count": 3, "lowest": 1, "highest": _MAX_PATCH},
+        )
+    return unit * patch[1], unit * patch[2]
+
+
+def _is_patch_side(value: object) -> bool:
+    return type(value) is int and 1 <= value <= _MAX_PATCH
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
@@ -227,7 +241,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
         raise index.error(message, details={"boundary_ratio": shown(ratio)})
     return {
         "boundary_ratio": ratio,
-        "size_multiple": _size_multiple(configs),
+        "size_multiple": size_multiple(configs),
         "unused_parameters": () if has_second else ("guidance_scale_2",),
         **image_projection(configs),
         **({"image_use": "optional"} if index.values.get("expand_timesteps") else {}),
@@ -269,7 +283,7 @@ def _common_modular_facts(configs: CheckpointConfigs, *guiders: str) -> Checkpoi
         "is set only for Wan 2.2 5B, which diffusers' modular pipelines do not run",
     )
     configs.of("transformer").refuse("pos_embed_seq_len", _TWO_IMAGES)
-    return {"size_multiple": _size_multiple(configs), **image_projection(configs)}
+    return {"size_multiple": size_multiple(configs), **image_projection(configs)}
 
 
 def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
