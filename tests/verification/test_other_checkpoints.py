@@ -800,12 +800,12 @@ def test_sizes_of_clips_follow_the_configs(
         (
             "wan-two-experts",
             {"scheduler": diffusers.DPMSolverMultistepScheduler()},
-            "the scheduler 'DPMSolverMultistepScheduler' is not supported: this family's steps",
+            "the scheduler 'DPMSolverMultistepScheduler' is not supported: svdpp's tests cover this family only with",
         ),
         (
             "cogvideox-2b",
             {"scheduler": diffusers.DDIMScheduler()},
-            "the scheduler 'DDIMScheduler' is not supported: this family's steps are proven with",
+            "the scheduler 'DDIMScheduler' is not supported: svdpp's tests cover this family only with",
         ),
         (
             "mochi",
@@ -815,7 +815,7 @@ def test_sizes_of_clips_follow_the_configs(
         (
             "wan-1.3b",
             {"boundary_ratio": 0.9},
-            "boundary_ratio is 0.9, and the expert transformer_2 is missing",
+            "boundary_ratio is 0.9, but the expert transformer_2 is missing",
         ),
     ],
 )
