@@ -128,7 +128,12 @@ class SideStream:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
 
     def host_buffer(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised host memory, pinned if the device is a GPU."""
+        """Return uninitialised host memory, pinned if the device is a GPU.
+
+        Args:
+            shape: Shape of the buffer.
+            dtype: Dtype of the buffer.
+        """
         return torch.empty(shape, dtype=dtype, pin_memory=self._stream is not None)
 
 

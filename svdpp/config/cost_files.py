@@ -18,6 +18,9 @@ _COSTS_BYTES = 2**26
 def find_costs(name_or_path: str) -> CostModel:
     """Return the cost model of a preset, or of a file if no preset has the name.
 
+    Args:
+        name_or_path: One of `PRESETS`, or the path of a costs file.
+
     Raises:
         RequestError: No preset and no file has the name, or the file is the `run.json` of a run
             that measured no costs.

@@ -55,7 +55,12 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """Return a context manager that yields a no-op observer."""
+    """Return a context manager that yields a no-op observer.
+
+    Args:
+        title: Title of the run, which is ignored.
+        schedule: Schedule of the run, which is ignored.
+    """
     return nullcontext(lambda _rank, _event: None)
 
 

@@ -164,5 +164,9 @@ def available_bytes() -> int:
 
 
 def format_gib(num_bytes: int) -> str:
-    """Return an amount of memory for messages, such as `1.5 GiB`."""
+    """Return an amount of memory for messages, such as `1.5 GiB`.
+
+    Args:
+        num_bytes: Amount of memory in bytes.
+    """
     return f"{num_bytes / 2**30:.1f} GiB"

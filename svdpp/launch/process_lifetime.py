@@ -367,6 +367,9 @@ def _existing_temp_dir() -> str:
 def make_folder(prefix: str) -> Path:
     """Create a temporary folder that only this user can open; `remove_temp_files` removes it.
 
+    Args:
+        prefix: Beginning of the folder's name.
+
     Raises:
         OutputError: No folder for temporary files can be written.
     """
@@ -381,6 +384,9 @@ def make_folder(prefix: str) -> Path:
 @contextlib.contextmanager
 def temp_folder(prefix: str) -> Iterator[Path]:
     """Create a temporary folder, and remove it at the end of the `with` block.
+
+    Args:
+        prefix: Beginning of the folder's name.
 
     Raises:
         OutputError: No folder for temporary files can be written.

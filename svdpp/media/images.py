@@ -184,6 +184,11 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
 def check_size(width: int, height: int, max_pixels: int) -> None:
     """Check the width and height of an image or frame, in pixels.
 
+    Args:
+        width: Width in pixels.
+        height: Height in pixels.
+        max_pixels: Largest product of width and height.
+
     Raises:
         InputError: The image is too large, too small or too narrow. The message lacks the name of
             the file.

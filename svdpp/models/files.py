@@ -118,6 +118,10 @@ class JsonFile:
     def positive_int(self, key: str, largest: int) -> int:
         """Return the integer at `key`.
 
+        Args:
+            key: Key of the file.
+            largest: Largest value that is allowed.
+
         Raises:
             ModelError: The value is not an integer from 1 to `largest`.
         """

@@ -127,6 +127,10 @@ def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str
 def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
     """Return the tensors of a LoRA file that are ignored: model part by tensor name.
 
+    Args:
+        path: Path of the LoRA file.
+        checkpoint: Checkpoint of the model that gets the LoRA.
+
     Raises:
         ModelError: The file cannot be read.
     """

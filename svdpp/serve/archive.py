@@ -122,6 +122,11 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
     A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
     clip's line in `CLIPS_FILE` has `file` null.
 
+    Args:
+        service: Service that made the clips.
+        owner: Owner of the clips.
+        ids: Ids of the clips' jobs.
+
     Raises:
         OutputError: The queue or the store does not answer.
     """

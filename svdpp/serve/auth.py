@@ -63,6 +63,10 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     Returns:
         The keys; None: the server has no keys, and other machines cannot reach it.
 
+    Args:
+        host: Name or address on which the server listens.
+        key_file: File of keys; None: the server needs no keys.
+
     Raises:
         RequestError: Other machines can reach a server without keys, or the mode of the file gives
             access to other users.

@@ -50,6 +50,11 @@ class BatchFiles:
             name: File name from the client.
             owner: Owner of the file.
 
+        Args:
+            source: Lines, which are read from the current position.
+            name: Name of the file at the client.
+            owner: Owner of the API key.
+
         Raises:
             ApiError: The owner's files would have too many bytes, or the server accepts no jobs
                 now.

@@ -213,7 +213,11 @@ class BatchTable:
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the files that are older than a unix time and that no `validating` batch reads."""
+        """Return the files that are older than a unix time and that no `validating` batch reads.
+
+        Args:
+            before: Unix time in seconds.
+        """
         query = (
             f"{_SELECT_FILE} WHERE created_at < ? AND NOT EXISTS (SELECT 1 FROM batches "
             "WHERE input_file = batch_files.id AND state = 'validating' AND cancelled_at IS NULL)"
@@ -292,7 +296,12 @@ class BatchTable:
         return True
 
     def fail(self, id: str, errors: Sequence[dict[str, Any]]) -> bool:
-        """Set a `validating` batch to failed, with its faults; return whether the state changed."""
+        """Set a `validating` batch to failed, with its faults; return whether the state changed.
+
+        Args:
+            id: Id of the batch.
+            errors: Faults of the batch's lines, as JSON values.
+        """
         return bool(self._change(_FAIL, json.dumps(errors), id))
 
     def request_cancel(self, id: str) -> bool:
@@ -347,7 +356,11 @@ class BatchTable:
         return next(iter(self._batches(where, owner, idempotency_key)), None)
 
     def find_by_file(self, file_id: str) -> Batch | None:
-        """Return the newest batch with an input file; None: no such batch exists."""
+        """Return the newest batch with an input file; None: no such batch exists.
+
+        Args:
+            file_id: Id of the file with the batch's lines.
+        """
         where = "WHERE input_file = ? ORDER BY created_at DESC LIMIT 1"
         return next(iter(self._batches(where, file_id)), None)
 
@@ -367,7 +380,11 @@ class BatchTable:
         return self._batches(tail, *values)
 
     def validating(self, model_key: str) -> list[Batch]:
-        """Return the `validating` batches of a model, the oldest first."""
+        """Return the `validating` batches of a model, the oldest first.
+
+        Args:
+            model_key: Identity of the model; see `Job.model_key`.
+        """
         where = "WHERE state = 'validating' AND cancelled_at IS NULL AND model_key = ?"
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 

@@ -238,6 +238,9 @@ def _of_json(text: str | None) -> Any:
 def sampling_of(text: str) -> SamplingConfig:
     """Return the sampling parameters in the JSON of the column `sampling`.
 
+    Args:
+        text: JSON object of a row.
+
     Raises:
         RequestError: A newer svdpp has written the parameters.
     """
@@ -262,6 +265,11 @@ def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> i
 
     If the request has an idempotency key, the 32-bit seed is derived from owner and key, so that a
     repeated request gets the same seed. Otherwise the seed is random.
+
+    Args:
+        requested: Seed in the request; None: the request has no seed.
+        owner: Name of the API key.
+        idempotency_key: Idempotency key of the request; None: the request has no key.
     """
     if requested is None and idempotency_key is not None:
         digest = hashlib.sha256(f"{owner}\0{idempotency_key}".encode()).digest()

@@ -179,7 +179,11 @@ class Metrics(Collector):
             self._eta_errors.append(ratio)
 
     def count_cancelled(self, number: int) -> None:
-        """Count waiting jobs of a batch that were cancelled together."""
+        """Count waiting jobs of a batch that were cancelled together.
+
+        Args:
+            number: Number of cancelled jobs.
+        """
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:

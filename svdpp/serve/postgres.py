@@ -396,6 +396,10 @@ class Connection:
     def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
         """Run a statement.
 
+        Args:
+            query: Statement with a `?` for each value.
+            values: Values of the statement, in order.
+
         Raises:
             psycopg.OperationalError: No response came in time, or the connection has ended.
         """

@@ -323,6 +323,11 @@ class JobQueue(JobQueries):
         """Set a claimed job to COMPLETED, with the clip's metadata; return whether this was done.
 
         Nothing changes if the claim with this token has ended.
+
+        Args:
+            id: Id of the job.
+            metadata: Metadata of the clip.
+            token: Fencing token of the claim; 0 for a queue that is not shared.
         """
         return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
 
@@ -330,6 +335,11 @@ class JobQueue(JobQueries):
         """Set a claimed job to FAILED with an error; return whether this was done.
 
         Nothing changes if the claim with this token has ended.
+
+        Args:
+            id: Id of the job.
+            error: Error that ended the job.
+            token: Fencing token of the claim; 0 for a queue that is not shared.
         """
         return self._finish(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
 
@@ -365,7 +375,13 @@ class JobQueue(JobQueries):
     def set_verification(
         self, id: str, proof: VerificationStatus, reason: str | None = None
     ) -> bool:
-        """Set a completed job's verification status and reason; return whether this was done."""
+        """Set a completed job's verification status and reason; return whether this was done.
+
+        Args:
+            id: Id of the job.
+            proof: New verification status.
+            reason: Sentence on the status; None: the status says everything.
+        """
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
     @contextlib.contextmanager
@@ -522,7 +538,12 @@ class JobQueue(JobQueries):
         )
 
     def notify(self, connection: DatabaseConnection, payload: str) -> None:
-        """Send a notification to all servers of the queue if the transaction succeeds."""
+        """Send a notification to all servers of the queue if the transaction succeeds.
+
+        Args:
+            connection: Connection with the open transaction.
+            payload: Text of the notification, such as the id of a job.
+        """
         if self.is_shared:
             connection.execute("SELECT pg_notify('svdpp', ?)", (payload,))
 

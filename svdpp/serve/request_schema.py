@@ -88,6 +88,9 @@ def parse_json(text: bytes) -> Any:
 def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return (name, value) pairs as a dict, after a check that no name is repeated.
 
+    Args:
+        items: Names and values of a form, in the order in which they were sent.
+
     Raises:
         ApiError: A name is repeated.
     """

@@ -175,7 +175,12 @@ def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def format_size(width: int, height: int) -> str:
-    """Return a size in pixels as the API writes it, such as `832x480`."""
+    """Return a size in pixels as the API writes it, such as `832x480`.
+
+    Args:
+        width: Width in pixels.
+        height: Height in pixels.
+    """
     return f"{width}x{height}"
 
 
@@ -262,7 +267,11 @@ def _callback_status(job: Job) -> dict[str, Any] | None:
 
 
 def error_body(record: dict[str, Any]) -> ErrorBody:
-    """Convert an error from `errors.error_to_dict` to the API's form, without paths of folders."""
+    """Convert an error from `errors.error_to_dict` to the API's form, without paths of folders.
+
+    Args:
+        record: Dict that `errors.error_to_dict` returned.
+    """
     shown = redact_all(record, without_folders)
     shown |= {name: write_request_fields(shown[name]) for name in ("message", "hint")}
     return ErrorBody(code=shown.pop("type") or "SvdppError", **shown)

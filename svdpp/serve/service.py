@@ -476,7 +476,16 @@ class Service:
         status: JobState | None,
         batch_id: str | None = None,
     ) -> list[Video]:
-        """Return the API's representation of an owner's jobs, ordered by the time of request."""
+        """Return the API's representation of an owner's jobs, ordered by the time of request.
+
+        Args:
+            owner: Owner of the API key.
+            limit: Maximum number of jobs.
+            after: Id of the last job of the previous page; None: the first page.
+            order: `asc`: the oldest first; `desc`: the newest first.
+            status: State of the jobs; None: any state.
+            batch_id: Id of the jobs' batch; None: any batch, or none.
+        """
         if after is not None:
             self.job(after, owner)
         if batch_id is not None:

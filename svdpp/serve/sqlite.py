@@ -227,7 +227,11 @@ class SqliteBackend:
         return contextlib.nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """Return an empty list at once, because there is no other server to send notifications."""
+        """Return an empty list at once, because there is no other server to send notifications.
+
+        Args:
+            seconds: Longest time to wait in seconds, which is ignored.
+        """
         return []
 
     @property

@@ -32,12 +32,20 @@ class Subscribers:
         return self.by_owner.total()
 
     def count(self, owner: str) -> int:
-        """Return the number of clients that follow a job with one API key."""
+        """Return the number of clients that follow a job with one API key.
+
+        Args:
+            owner: Name of the API key.
+        """
         return self.by_owner[owner]
 
     @contextlib.contextmanager
     def subscribe(self, owner: str) -> Iterator[None]:
-        """Count one more client of an API key while the `with` block runs."""
+        """Count one more client of an API key while the `with` block runs.
+
+        Args:
+            owner: Name of the API key.
+        """
         self.by_owner[owner] += 1
         try:
             yield

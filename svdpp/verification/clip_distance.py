@@ -106,7 +106,14 @@ class _StoredTensors:
 
 
 def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
-    """Return a clip's final latent, frames or audio from a store; None if it was not kept."""
+    """Return a clip's final latent, frames or audio from a store; None if it was not kept.
+
+    Args:
+        store: Store of the clip's tensors.
+        clip: Index of the clip in the store.
+        what: `latent`, `frames` or `audio`.
+        steps: Number of steps of the clip, after which the latent is final.
+    """
     name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
     return store.load(clip, name)[key] if store.has(clip, name) else None
 

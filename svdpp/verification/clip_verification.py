@@ -275,7 +275,11 @@ def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def lora_from_metadata(recorded: Mapping[str, Any]) -> Lora:
-    """Return a LoRA from its entry in a clip's metadata."""
+    """Return a LoRA from its entry in a clip's metadata.
+
+    Args:
+        recorded: Entry of the field `lora` of the JSON, with values by the names of `Lora`'s fields.
+    """
     return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 
 

@@ -170,7 +170,13 @@ class LatentCheckpoints:
 
 
 def checkpoint_path(folder: Path, key: str, step: int) -> Path:
-    """Return the path of the file for a packet after `step` steps, whether or not it exists."""
+    """Return the path of the file for a packet after `step` steps, whether or not it exists.
+
+    Args:
+        folder: Folder of the latent checkpoints.
+        key: Name of the clip's latent checkpoints; see `ClipRequest.latents_key`.
+        step: Number of finished steps.
+    """
     assert _KEY.fullmatch(key), f"not a key: {key!r}"
     return folder / f"{key}_step{step}.safetensors"
 
@@ -260,7 +266,13 @@ class TensorStore:
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
-        """Store CPU tensors of a clip under a name such as `step7`."""
+        """Store CPU tensors of a clip under a name such as `step7`.
+
+        Args:
+            clip: Index of the clip.
+            name: Name under which `load` finds the tensors.
+            tensors: Tensors by name, of any shape and dtype.
+        """
         contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         self._keep(f"clip{clip}_{name}", save(contiguous))
 
@@ -284,7 +296,14 @@ class TensorStore:
 
 
 def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Keep a clip's frames, uint8 (F, H, W, 3), and its sound, if any, in a `TensorStore`."""
+    """Keep a clip's frames, uint8 (F, H, W, 3), and its sound, if any, in a `TensorStore`.
+
+    Args:
+        store: Store that keeps the tensors.
+        clip: Index of the clip.
+        frames: Frames of the clip, uint8 of shape (F, H, W, 3).
+        audio: Sound of the clip; None: the clip has no sound.
+    """
     store.keep(clip, "frames", {"frames": torch.from_numpy(frames)})
     if audio is not None:
         store.keep(clip, "audio", {"audio": audio.samples})

@@ -112,6 +112,10 @@ REFERENCE_FAMILIES = tuple(name for name, spec in FAMILY_SPECS.items() if spec.m
 def check_references(family: str, count: int) -> None:
     """Check that a clip of a family may have `count` references besides its input image.
 
+    Args:
+        family: Name of the family.
+        count: Number of references of each clip.
+
     Raises:
         RequestError: The family takes no references, or fewer than `count`.
     """

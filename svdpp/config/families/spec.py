@@ -35,13 +35,25 @@ class ConfigFile(Protocol):
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
     ) -> ModelError:
-        """Return a `ModelError` that names the file."""
+        """Return a `ModelError` that names the file.
+
+        Args:
+            message: Sentence without the file's name.
+            hint: Fix; empty if there is none.
+            details: Values of the message by name; None: no values.
+        """
 
     def positive_int(self, key: str, largest: int) -> int:
         """Return the integer at `key`, from 1 to `largest`."""
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check that the value at `key` equals `expected`; `reason` is for the error."""
+        """Check that the value at `key` equals `expected`; `reason` is for the error.
+
+        Args:
+            key: Key of the config.
+            expected: Value that the key must have.
+            reason: Reason why svdpp needs this value, for the error.
+        """
 
     def refuse(self, key: str, reason: str) -> None:
         """Check that `key` is missing, null, false or empty; `reason` is for the error."""
@@ -86,7 +98,11 @@ class CheckedCheckpoint(Protocol):
         """Side of the square tiles that the VAE decodes, in pixels; None: it has no tiles."""
 
     def timesteps(self, sampling: Any) -> Any:
-        """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,)."""
+        """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,).
+
+        Args:
+            sampling: Resolved sampling parameters of the clip.
+        """
 
 
 def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:

@@ -18,6 +18,9 @@ def all_steps(sampling: Any) -> dict[str, int]:
 
     The pipeline runs only the last steps of the schedule, in proportion to `strength`. So the
     argument is larger than the clip's number of steps.
+
+    Args:
+        sampling: Resolved sampling parameters, with the field `strength`.
     """
     steps, strength = sampling.num_inference_steps, sampling.strength
     fewest = max(steps, int(steps / strength) - 1)
@@ -30,6 +33,9 @@ def check_strength(_: object, sampling: Any) -> None:
 
     The schedule has `num_inference_steps` / `strength` steps. A clip from a video runs only the
     last `num_inference_steps` of them.
+
+    Args:
+        sampling: Resolved sampling parameters, with the field `strength`.
 
     Raises:
         RequestError: The schedule has more than `MAX_STEPS` steps.

@@ -300,6 +300,10 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     the second one, and fail at the last step. Pipelines that call `scheduler.set_begin_index` do
     not need this check.
 
+    Args:
+        checkpoint: Checkpoint, whose scheduler gives the timesteps.
+        sampling: Resolved sampling parameters of the clip.
+
     Raises:
         RequestError: The first two timesteps are equal.
     """

@@ -543,5 +543,11 @@ def _part(branch: int, leaf: Any) -> Any:
 
 
 def join_batch(first: Any, second: Any) -> Any:
-    """Concatenate the results of two guidance branches along the batch axis."""
+    """Concatenate the results of two guidance branches along the batch axis.
+
+    Args:
+        first: Result of the first branch: a tensor of shape (B, ...), or a value that both branches
+            have in common.
+        second: Result of the second branch, with the same shape.
+    """
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

@@ -182,14 +182,27 @@ def component_class(part: str, name: str) -> Any:
 
 
 def component_dtype(checkpoint: Checkpoint, part: str, dtype: str) -> torch.dtype:
-    """Return the dtype of a component's weights, given the dtype of the model."""
+    """Return the dtype of a component's weights, given the dtype of the model.
+
+    Args:
+        checkpoint: Checked checkpoint.
+        part: Name of the component.
+        dtype: Dtype of the model: `fp32`, `fp16` or `bf16`.
+    """
     return torch.float32 if part in checkpoint.spec.fp32_components else DTYPES[dtype]
 
 
 def unused_submodules(
     checkpoint: Checkpoint, part: str, roles: Roles, sampling: Any
 ) -> tuple[str, ...]:
-    """Return the names of a component's submodules that a rank with these roles never calls."""
+    """Return the names of a component's submodules that a rank with these roles never calls.
+
+    Args:
+        checkpoint: Checked checkpoint.
+        part: Name of the component.
+        roles: Roles of the rank.
+        sampling: Resolved sampling parameters.
+    """
     if part != "vae":
         return ()
     encodes = roles.encode and (part in checkpoint.spec.encode_components or sampling.from_image)

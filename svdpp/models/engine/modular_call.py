@@ -381,7 +381,13 @@ class ModularCall:
         return result
 
     def set_timesteps(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.set_timesteps`, which begins a new series of steps in a sub-block."""
+        """Call `scheduler.set_timesteps`, which begins a new series of steps in a sub-block.
+
+        Args:
+            real: Method `set_timesteps` of a scheduler.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         if self._loop is not None:
             self._series.append(None)
         return real(*args, **kwargs)

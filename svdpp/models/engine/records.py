@@ -294,6 +294,10 @@ def is_unchanged(before: Any, now: Any) -> bool:
 
     A value counts as unchanged if it is the same object, an equal plain value, or a list, tuple,
     dict or dataclass of unchanged values.
+
+    Args:
+        before: Earlier value.
+        now: Present value.
     """
     if type(before) is not type(now):
         return False
@@ -331,7 +335,12 @@ def clone_tensors(value: Any) -> Any:
 
 
 def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> bool:
-    """Whether two lists of equal length have different tensors at any position."""
+    """Whether two lists of equal length have different tensors at any position.
+
+    Args:
+        before: Tensors of any shapes and dtypes.
+        after: As many tensors.
+    """
     return not all(map(torch.equal, before, after))
 
 
