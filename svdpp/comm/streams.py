@@ -138,7 +138,7 @@ class SideStream:
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Tell torch's allocator that the current stream uses another stream's tensor."""
+    """Tell torch's allocator that the current stream uses another stream's tensor, of any shape."""
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 

@@ -461,9 +461,14 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start, preferably one that has not begun to connect."""
+        """Return the rank that delays the start, preferably one that does not wait for others."""
         phases = {
-            rank: (state.joined, state.heartbeat.peer >= 0, state.started)
+            rank: (
+                state.joined,
+                state.heartbeat.peer >= 0,
+                state.heartbeat.waiting,
+                state.started,
+            )
             for rank, state in enumerate(self.states)
         }
         rank = min(running, key=phases.__getitem__)

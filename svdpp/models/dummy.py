@@ -212,6 +212,9 @@ class DummyModel:
         Args:
             tensors: Packet, which is not used.
             parts: Results of `decode_part`, in order.
+
+        Returns:
+            Frames, (F, 8, 8, 3) uint8.
         """
         return torch.cat([part[FRAMES] for part in parts])
 

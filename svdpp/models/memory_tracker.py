@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor until the storage is freed."""
+        """Count the storage of a tensor, of any shape and dtype, until the storage is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:

@@ -113,6 +113,10 @@ def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> 
         clip: Index of the clip in the store.
         what: `latent`, `frames` or `audio`.
         steps: Number of steps of the clip, after which the latent is final.
+
+    Returns:
+        Latent, with the shape that the model gives it; frames, uint8 of shape (F, H, W, 3); or
+        audio, int16 of shape (N, channels).
     """
     name, key = (f"step{steps}", LATENTS) if what == "latent" else (what, what)
     return store.load(clip, name)[key] if store.has(clip, name) else None

@@ -278,7 +278,7 @@ def lora_from_metadata(recorded: Mapping[str, Any]) -> Lora:
     """Return a LoRA from its entry in a clip's metadata.
 
     Args:
-        recorded: Entry of the field `lora` of the JSON, with values by the names of `Lora`'s fields.
+        recorded: Entry of the field `lora` of the JSON, by the names of the fields of `Lora`.
     """
     return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 

@@ -111,14 +111,15 @@ class Reporter:
         if (action, waiting) != (before.action, before.waiting):
             self.send(self._heartbeat())
 
-    def set_phase(self, phase: str, peer: int = -1) -> None:
+    def set_phase(self, phase: str, peer: int = -1, *, waiting: bool = False) -> None:
         """Set the phase of the rank's start for the heartbeats, and send a heartbeat at once.
 
         Args:
             phase: Phase in words, such as "loading the model".
             peer: Rank to which this rank opens a link; -1: this rank opens no link.
+            waiting: Whether the phase ends only when all other ranks have reached it.
         """
-        self._now = Heartbeat(phase=phase, peer=peer)
+        self._now = Heartbeat(phase=phase, peer=peer, waiting=waiting)
         self.send(self._now)
 
     def report_transfer(self, transfer: Transfer) -> None:

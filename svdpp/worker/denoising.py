@@ -168,6 +168,10 @@ class StepChecks:
     def add(self, step: int, latent: torch.Tensor) -> None:
         """Start the check of the latent after `step`, and read the results of earlier checks.
 
+        Args:
+            step: Index of the step.
+            latent: Latent of any shape, on the rank's device.
+
         Raises:
             NotFiniteError: A latent of this or the previous step contains NaN or infinity.
         """

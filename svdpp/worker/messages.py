@@ -97,7 +97,7 @@ class Heartbeat(Event):
     step: int = -1
     """Current step of a DENOISE; -1 during other actions."""
     waiting: bool = False
-    """Whether the rank waits for a packet, an image or the disk."""
+    """Whether the rank waits for a packet, an image or the disk, or at its start for others."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None

@@ -153,7 +153,7 @@ def _prepared_stage(
     with out_of_memory_named(None, device, rank):
         model = load_rank_model(config, setup.checkpoint, name, config.layout.roles[rank], rank)
         load_seconds = time.monotonic() - begun
-        reporter.set_phase("joining the other ranks")
+        reporter.set_phase("joining the other ranks", waiting=True)
         launch.join()
         transport = _connected_transport(launch, config, reporter, device)
     moved = lambda: (transport.bytes_sent, transport.bytes_received)  # noqa: E731

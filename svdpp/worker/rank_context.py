@@ -50,5 +50,9 @@ class RankContext:
             raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait until a tensor is computed, and return a contiguous copy in host memory."""
+        """Wait until a tensor is computed, and return a contiguous copy in host memory.
+
+        Args:
+            tensor: Tensor of any shape and dtype on the rank's device.
+        """
         return self._copies.to_host(tensor.contiguous(), streams.record_event(self.device))

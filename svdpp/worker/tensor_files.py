@@ -218,7 +218,11 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def tensor_sha256(tensor: torch.Tensor) -> str:
-    """Return the SHA-256, in hex, of a CPU tensor's contiguous little-endian bytes."""
+    """Return the SHA-256, in hex, of a CPU tensor's contiguous little-endian bytes.
+
+    Args:
+        tensor: Tensor of any shape and dtype, in host memory. Its shape is not hashed.
+    """
     return hashlib.sha256(_bytes_of(tensor)).hexdigest()
 
 

@@ -373,7 +373,7 @@ def test_a_checkpoint_from_a_clock_that_was_set_back_began_before_now(
 def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
     damage: Callable[[bytes], bytes | None], here: str, words: str, tmp_path: Path
 ) -> None:
-    packet = Packet(3, 7, 12.5, {"latents": torch.randn(2, 3)})
+    packet = Packet(3, 7, 12.5, {"latents": torch.arange(6.0).view(2, 3)})
     LatentCheckpoints(tmp_path, {"cpu_capability": "a CPU"}).save(KEYS[0], packet)
     (path,) = tmp_path.iterdir()
     damaged = damage(path.read_bytes())

@@ -45,6 +45,7 @@ STEP = StepDone(clip=0, step=1, seconds=1.0)
 IDLE_BUT_WRITING = Heartbeat(writing=True)
 DELIVERING = Heartbeat(action="FINISH c3 @8", waiting=True, writing=True)
 LOADING = Heartbeat(phase="loading the model")
+JOINING = Heartbeat(phase="joining the other ranks", waiting=True)
 ALL_STEP, ALL_IDLE = dict.fromkeys(range(3), STEP), dict.fromkeys(range(3), IDLE)
 
 
@@ -120,6 +121,11 @@ def test_samples_for_monitoring_are_no_sign_of_life() -> None:
         (ALL_IDLE, (0, 1), 2, "did not get ready within 60 s"),
         (OPENING, (2,), 0, "did not finish opening its link with rank 1 within 60 s"),
         ({**OPENING, 1: LOADING}, (), 1, "did not get ready within 60 s (loading the model)"),
+        (
+            *({0: JOINING, 1: LOADING, 2: JOINING}, (), 1),
+            "did not get ready within 60 s (loading the model)",
+        ),
+        ({0: JOINING, 2: JOINING}, (), 1, "never started within 60 s"),
     ],
 )
 def test_the_rank_that_delays_the_start_is_named(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,9 @@ def test_wan_in_the_format_of_its_authors_is_loaded_with_its_scale(
         for name in "qkv":
             names[f"diffusion_model.blocks.0.{attention}.{name}"] = f"{own}.to_{name}"
     tensors = {f"{name}.alpha": torch.tensor(1.0) for name in names}
-    tensors |= {f"{name}.lora_down.weight": torch.randn(2, 24) for name in names}
-    tensors |= {f"{name}.lora_up.weight": torch.randn(24, 2) for name in names}
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    tensors |= {f"{name}.lora_down.weight": draw(2, 24) for name in names}
+    tensors |= {f"{name}.lora_up.weight": draw(24, 2) for name in names}
     tensors["diffusion_model.blocks.0.norm3.diff"] = torch.zeros(24)
     save_file(tensors, tmp_path / "x.safetensors")
     lora = Lora(name=str(tmp_path / "x.safetensors"), expert="high")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from svdpp.comm import transport as link
 from svdpp.comm.packet import FIELDS, Header, Packet
 from svdpp.comm.transport import Transport
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
@@ -82,7 +83,7 @@ class Damage:
     omits the rank's first step of the clip. `nan` fills the latent that the rank receives with NaN.
     `header` changes the field `field` of the header that the rank sends. `memory` allocates more
     memory than the machine has at `place`. `packet` changes the packet that the rank sends, by the
-    kind of damage `field`; see `damaged_packets`.
+    kind of damage `field`; see `damaged_packets` and `_damage_payload`.
 
     Places: `start` (before the rank's first report) and `load` (while the model is loaded), both
     before all clips; `step<k>` (step k of the clip); `step` (the clip's first step on this rank);
@@ -132,8 +133,8 @@ class Damage:
     def _watch_places(self, rank: int) -> None:
         phase, run, before = Reporter.set_phase, PipelineStage.run, Denoising._before_step
 
-        def phase_watched(reporter: Reporter, name: str, peer: int = -1) -> None:
-            phase(reporter, name, peer)
+        def phase_watched(reporter: Reporter, name: str, *args: Any, **more: Any) -> None:
+            phase(reporter, name, *args, **more)
             if name == "loading the model":
                 self.reach(rank, -1, "load")
 
@@ -189,7 +190,8 @@ class Damage:
         return {**tensors, name: one_ulp_off(tensors[name])}
 
     def _damage_packets(self) -> None:
-        send, held = Transport.send, list[Packet]()
+        send, held, sending = Transport.send, list[Packet](), SimpleNamespace(clip=-1)
+        self._damage_payload(sending)
 
         def damaged(transport: Transport, packet: Packet, peer: int, channel: Any) -> None:
             if packet.clip == self.clip and self.field == "swapped":
@@ -199,10 +201,29 @@ class Damage:
             if packet.clip == self.clip:
                 packets = damaged_packets(self.field, packet)
             for each in (*packets, *held):
+                sending.clip = each.clip
                 send(transport, each, peer, channel)
             held.clear()
 
         Transport.send = damaged  # type: ignore[method-assign, assignment]
+
+    def _damage_payload(self, sending: SimpleNamespace) -> None:
+        """Drop the payload's last bytes, or change a byte once the checksum has been computed."""
+        flatten, pack, payloads = link.flatten, link.pack_metadata, list[torch.Tensor]()
+
+        def flatten_damaged(tensors: Tensors, device: torch.device) -> torch.Tensor:
+            payload = flatten(tensors, device)
+            payloads[:] = [payload]
+            is_shorter = self.field == "bytes" and sending.clip == self.clip
+            return payload[:-4] if is_shorter else payload
+
+        def pack_damaged(packet: Packet, *rest: Any) -> bytes:
+            if self.field == "payload" and packet.clip == self.clip:
+                payloads[0][0] ^= 1
+            return pack(packet, *rest)
+
+        link.flatten = flatten_damaged  # type: ignore[assignment]
+        link.pack_metadata = pack_damaged
 
     def _damage_headers(self) -> None:
         send, pack, now = Transport._send, Header.pack, threading.local()

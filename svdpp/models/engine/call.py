@@ -373,7 +373,11 @@ class RangeCall:
 
 
 def global_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's global random generators, as tensors in host memory."""
+    """Return the states of torch's global random generators.
+
+    Returns:
+        Tensors, uint8 of shape (bytes,) in host memory.
+    """
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 

@@ -279,6 +279,9 @@ class EngineModel:
             parts: Results of `decode_part` for all parts, in order. The blending changes the tiles
                 in place.
 
+        Returns:
+            Frames (F, H, W, 3) uint8 RGB, on the device.
+
         Raises:
             NotFiniteError: The VAE or the vocoder returned NaN or infinity.
         """

@@ -319,13 +319,19 @@ def step_latent(result: Any) -> torch.Tensor:
     """Return the latent in the result of a modular pipeline's `scheduler.step`.
 
     Some pipelines add a second batch axis to the latent, which this function removes.
+
+    Args:
+        result: Tensor, or tuple or dataclass that contains the latent as its first tensor.
+
+    Returns:
+        Latent, of shape (B, C, F, H, W) or with fewer axes.
     """
     latent = tensors_in(result)[0]
     return latent.squeeze(0) if latent.ndim > _LATENT_AXES else latent
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return all tensors in a value of nested containers."""
+    """Return all tensors, of any shape and dtype, in a value of nested containers."""
     return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
 
 
