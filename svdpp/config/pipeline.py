@@ -194,7 +194,11 @@ def is_built_in(model: ModelConfig) -> bool:
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """Return the defaults of a demo model that differ from diffusers'; empty for other models."""
+    """Return the defaults of a demo model that differ from diffusers'; empty for other models.
+
+    Args:
+        model_name: Name of the model, as in `ModelConfig.name`.
+    """
     return DEMO_MODELS[model_name].sampling if model_name in DEMO_MODELS else {}
 
 

@@ -69,7 +69,13 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add one fault for each entry of `error.details["faults"]`; without entries, add one."""
+        """Add one fault for each entry of `error.details["faults"]`; without entries, add one.
+
+        Args:
+            line: Number of the line, from 1.
+            custom_id: Id that the client gave the line; None: it gave none, or it cannot be read.
+            error: Error that the line caused.
+        """
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
         self.total += len(each)
         self.lines.add(line)

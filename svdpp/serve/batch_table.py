@@ -389,7 +389,11 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the counts of each batch, by the batch's id. Removed clips do not count."""
+        """Return the counts of each batch, by the batch's id. Removed clips do not count.
+
+        Args:
+            ids: Ids of the batches.
+        """
         marks = ", ".join("?" for _ in ids)
         query = (
             "SELECT batch_id, state, count(*), max(finished_at) FROM jobs "

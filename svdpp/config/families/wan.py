@@ -334,6 +334,9 @@ def vae_channels(pipe: Any) -> int:
 
     The denoiser's `in_channels` cannot be used: for clips from an image, it includes the image's
     channels.
+
+    Args:
+        pipe: Pipeline of diffusers.
     """
     return int(pipe.vae.config.z_dim)
 
