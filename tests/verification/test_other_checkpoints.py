@@ -141,7 +141,7 @@ _LTX_095_VAE = {
     **{"upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3, "latent_channels": 12},
     **{"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
 }
-#: LTX-2.3: attention with gates, and projections of the text for video and for sound.
+#: LTX-2 with learned registers, and rotary embeddings in double precision, as published.
 _LTX2 = {
     "vae": {
         **{"block_out_channels": (8, 16), "layers_per_block": (1, 2, 1)},
@@ -165,6 +165,38 @@ _LTX2 = {
         **{"audio_num_attention_heads": 3, "audio_cross_attention_dim": 12},
     },
 }
+#: LTX-2.3: attention with gates, text that is projected for video and for sound, and a vocoder that
+#: widens the sound's band.
+_LTX23 = {
+    **_LTX2,
+    "connectors": {
+        **{**_LTX2["connectors"], "per_modality_projections": True, "proj_bias": True},
+        **{"video_gated_attn": True, "audio_gated_attn": True},
+        **{"video_connector_num_attention_heads": 3, "video_hidden_dim": 24},
+        **{"audio_connector_num_attention_heads": 3, "audio_connector_attention_head_dim": 4},
+        **{"audio_hidden_dim": 12},
+    },
+    "transformer": {
+        **_LTX2["transformer"],
+        **dict.fromkeys(("gated_attn", "cross_attn_mod", "audio_gated_attn"), True),
+        **dict.fromkeys(("audio_cross_attn_mod", "perturbed_attn"), True),
+        "use_prompt_embeddings": False,
+    },
+}
+
+
+def _wide_vocoder() -> Any:
+    sizes = {"in_channels": 16, "hidden_channels": 16, "num_mel_channels": 8}
+    layers = {"upsample_kernel_sizes": [4, 4], "upsample_factors": [2, 2]}
+    resnets = {"resnet_kernel_sizes": [3], "resnet_dilations": [[1, 3, 5]]}
+    bwe = {f"bwe_{name}": value for name, value in {**layers, **resnets}.items()}
+    bwe |= {"bwe_in_channels": 16, "bwe_hidden_channels": 16, "bwe_upsample_factors": [4, 3]}
+    bwe |= {"bwe_upsample_kernel_sizes": [8, 5], "hop_length": 4, "filter_length": 16}
+    return diffusers.pipelines.ltx2.LTX2VocoderWithBWE(
+        **{**sizes, **layers, **resnets, **bwe, "window_length": 16}
+    )
+
+
 _DYNAMIC_SHIFT = {"use_dynamic_shifting": True, "base_shift": 0.95, "max_shift": 2.05}
 _LLAMA = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 4}
 _CLIP_TEXT = {"hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3}
@@ -403,6 +435,7 @@ _TABLE: dict[str, Other] = {
         {"scheduler": _EULER(shift=3.0, shift_terminal=0.1), **_BF16_FILES},
     ),
     "ltx2": Other("ltx2", {**_LTX2, "scheduler": _DYNAMIC_SHIFT}, _SHARDS, dtype="bf16"),
+    "ltx2-2.3": Other("ltx2-image", _LTX23, {"vocoder": _wide_vocoder()}, dtype="bf16"),
     "ltx2_condition": Other("ltx2-condition-image", _LTX2, _BF16_FILES),
     "ltx2_in_context": Other(
         "ltx2-in-context", {**_LTX2, "scheduler": {"shift": 2.0}}, dtype="bf16"
