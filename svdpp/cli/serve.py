@@ -35,7 +35,8 @@ _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client"),
     "fleet": ("psycopg", "fsspec", "s3fs"),
 }
-# Number of clips for which `auto` chooses a layout, as a queue has no end.
+# `--layout auto` needs a number of clips for its forecast. A server, which does not know how many
+# clips it will make, assumes this number.
 _MANY_CLIPS = 1000
 
 

@@ -68,7 +68,7 @@ def open_manifest(
     failed: Sequence[Mapping[str, Any]],
     table: Path,
 ) -> RunManifest:
-    """Return the manifest of a run that is about to begin.
+    """Create the manifest of a run that is about to begin; its files are written later.
 
     Args:
         path: Path of `run.json`.

@@ -186,7 +186,7 @@ class FileStore:
     def files(self) -> dict[str, tuple[int, float]]:
         """Return size in bytes and unix time of each shared file, by a name such as `clips/x.mp4`.
 
-        The shared files are the objects of the store, or without a store the files of the folder.
+        The shared files are the objects of the bucket; without a bucket, those of the data folder.
         """
         return self.objects() if self.is_remote else self.local_files()
 

@@ -288,7 +288,8 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            # if a pipeline copies its scheduler, only one copy's tensors are compared
+            # Some pipelines copy their scheduler. The reference has recorded one of the copies, so the
+            # tensors of the others are not compared.
             if name in expected:
                 yield self._compare("solver_history", tensor, expected[name], location)
 

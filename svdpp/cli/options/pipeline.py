@@ -30,7 +30,7 @@ from svdpp.plan.parallel import (
 
 
 def layout_options_field(**shown_defaults: str) -> Any:
-    """Return a dataclass field that stands for all options of a `ParallelConfig`.
+    """Return a dataclass field that adds an option for each field of `ParallelConfig`.
 
     Args:
         shown_defaults: Defaults for the help text, in words, by option. They replace the usual

@@ -157,7 +157,7 @@ def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _without_skeletons(pipe: Any) -> Iterator[None]:
-    """Make diffusers skip skeletons (denoisers without weights) while the `with` block runs."""
+    """Make diffusers load no LoRA into skeletons, which are denoisers without weights."""
     with ExitStack() as patches:
         for part in pipe._lora_loadable_modules:
             module = getattr(pipe, part, None)
