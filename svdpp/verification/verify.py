@@ -288,8 +288,8 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            # Some pipelines copy their scheduler. The reference has recorded one of the copies, so the
-            # tensors of the others are not compared.
+            # Some pipelines copy their scheduler. The reference has recorded one of the copies, so
+            # the tensors of the others are not compared.
             if name in expected:
                 yield self._compare("solver_history", tensor, expected[name], location)
 
