@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 from PIL import features
@@ -12,6 +13,8 @@ FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 if features.check("avif"):
     FORMATS = (*FORMATS, "AVIF")
 
+# Number of bytes in which the signatures of all supported formats end.
+_SIGNATURE_BYTES = 16
 # Signatures of video formats: offset in the file, bytes there, and ffmpeg's demuxer. Playlists are
 # not supported, because they could name other files.
 _DEMUXERS = (
@@ -71,6 +74,12 @@ _AVIF_IMAGE = UnsupportedKind(
     "an AVIF image, which this Pillow does not read",
     "install Pillow 11.3 or later, or convert it to PNG first: avifdec {name} out.png",
 )
+
+
+def read_signature(path: Path) -> bytes:
+    """Return the first bytes of a file, by which the other functions tell its kind."""
+    with path.open("rb") as file:
+        return file.read(_SIGNATURE_BYTES)
 
 
 def demuxer_of(data: bytes) -> str | None:

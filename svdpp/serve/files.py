@@ -16,14 +16,12 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Receive, Scope, Send
 
-from svdpp.media.kinds import usual_suffix
+from svdpp.media.kinds import read_signature, usual_suffix
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
 
 # One range of a Range header. Its offsets have at most 18 digits, which suffice for any file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
-# Number of bytes at the beginning of a file from which its kind can be told.
-_SIGNATURE_BYTES = 16
 # Maximum number of characters of a prompt that a file name has.
 _NAME_CHARACTERS = 60
 
@@ -54,7 +52,8 @@ class PrivateFile(FileResponse):
         }
         if sha256:
             headers["ETag"] = f'"{sha256}"'
-        guessed = mimetypes.guess_type(name, strict=False)[0]
+        # Only the suffix is given: in a whole name, `guess_type` takes `data:` for a URL's scheme.
+        guessed = mimetypes.guess_type(f"file{Path(name).suffix}", strict=False)[0]
         kind = kind or guessed or "application/octet-stream"
         super().__init__(path, media_type=kind, headers=headers)
 
@@ -123,8 +122,7 @@ def input_name(job: Job, path: Path) -> str:
     """
     if path.name == job.input_file:
         return f"{_stem(job)}{path.suffix}"
-    with path.open("rb") as file:
-        return path.suffix.removeprefix(".") + usual_suffix(file.read(_SIGNATURE_BYTES))
+    return path.suffix.removeprefix(".") + usual_suffix(read_signature(path))
 
 
 def _stem(job: Job) -> str:

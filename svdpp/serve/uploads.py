@@ -30,7 +30,7 @@ from svdpp.errors import InputError, SvdppError
 from svdpp.launch.process_lifetime import end_with_parent, signals_blocked, start_helper
 from svdpp.media import output_files
 from svdpp.media.images import MAX_PIXELS, Conversion, MediaFile, read_bytes, read_image
-from svdpp.media.kinds import FORMATS, demuxer_of, usual_suffix
+from svdpp.media.kinds import FORMATS, demuxer_of, read_signature, usual_suffix
 from svdpp.media.video_frames import probe_video
 
 # Limits of the decoder, the process that decodes an uploaded image. The largest images that
@@ -388,8 +388,8 @@ def _encode_error(message: str, hint: str, details: dict[str, Any]) -> str:
 
 
 def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> str:
-    data = read_bytes(path)
-    if not (video_frames and demuxer_of(data)):
+    signature = read_signature(path)
+    if not (video_frames and demuxer_of(signature)):
         _check_cost(path, max_scans)
     # An animation is checked as a video; any other image is repeated for all frames.
     if video_frames:
@@ -397,7 +397,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
     else:
         image, file = read_image(path, max_pixels)
         image.close()
-    suffix = usual_suffix(data)
+    suffix = usual_suffix(signature)
     return f"{file.sha256} {suffix} {file.width} {file.height} {file.conversion}"
 
 

@@ -130,6 +130,15 @@ def test_a_further_input_is_named_by_its_field_and_its_kind(tmp_path: Path, name
     assert answer.headers["content-type"] == mimetypes.guess_type(name)[0]
 
 
+def test_the_type_of_a_file_is_that_of_its_suffix(tmp_path: Path) -> None:
+    """`data:` at the beginning of a client's file name is no scheme of a URL."""
+    path = tmp_path / "video_1.png"
+    path.write_bytes(CONTENT)
+    job = new_job(id="video_1", input_file="video_1.png", input_name="data:text,cat.html")
+    answer = answer_of(PrivateFile(path, input_name(job, path), "ab" * 32, CHANGED))
+    assert answer.headers["content-type"] == "image/png"
+
+
 def test_every_input_of_every_family_has_the_name_of_a_file_that_can_be_removed() -> None:
     videos = {name for each in SAMPLING_CLASSES.values() for name in each.videos}
     assert "pose_video" in videos
