@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +90,10 @@ def _clip_row(
             forecast, because only the first `BATCH_SIZE` clips are simulated.
     """
     sampling, job = clip.sampling or config.sampling, clip.job
-    file, folder = job.made_from.media_file, clips.resolver.policy.folder.absolute()
+    file, policy = job.made_from.media_file, clips.resolver.policy
     about = {
-        "output": os.path.basename(clips.resolver.output_of(job).path),
-        "input": None if file is None else recorded_path(file.path, folder),
+        "output": policy.file_name(job.name),
+        "input": None if file is None else recorded_path(file.path, policy.absolute_folder),
         "seed": job.seed,
         "size": f"{sampling.width}x{sampling.height}",
         "frames": sampling.frames,

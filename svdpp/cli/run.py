@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -472,8 +471,7 @@ class RunCommand:
             for output, error in missing.items()
         ]
         for failure in pipeline.failures:
-            output = clips.resolver.output_of(clips.clips[failure.clip].job).path
-            name = os.path.basename(output)
+            name = policy.file_name(clips.clips[failure.clip].job.name)
             failed.append({"output": name, "error": console.error_record(failure.error)})
         if made and metrics is not None and metrics.clips > metrics.world_size:
             limits = analyze(metrics, policy.manifest).lines

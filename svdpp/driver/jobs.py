@@ -70,12 +70,12 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     # The folder is listed only once, because a run may have 100,000 clips.
     with output_files.disk_errors(f"cannot look into {str(policy.folder)!r}"):
         there = set(os.listdir(policy.folder) if policy.folder.is_dir() else ())
-    outputs = (policy.output_of(job.name) for job in jobs)
-    existing = [
-        output
-        for output in outputs
-        if not there.isdisjoint(map(os.path.basename, (output.path, output.json_path)))
-    ]
+
+    def has_files(job: RunJob) -> bool:
+        file = policy.file_name(job.name)
+        return file in there or f"{file}.json" in there
+
+    existing = [policy.output_of(job.name) for job in jobs if has_files(job)]
     if existing and not (policy.overwrite or policy.keeps_finished):
         has_clip = os.path.basename(existing[0].path) in there
         first = existing[0].path if has_clip else existing[0].json_path
@@ -274,7 +274,7 @@ def plan_clips(
         finished, is_changed = None, False
         if policy.keeps_finished or folder is not None:
             metadata = resolver.metadata_of(job, sampling)
-            finished, is_changed = _kept_clip(resolver.output_of(job), metadata, policy)
+            finished, is_changed = _kept_clip(policy.output_of(job.name), metadata, policy)
             key = None if folder is None else latents_key(metadata, weights)
         if finished is not None:
             plan.skipped.append(finished)

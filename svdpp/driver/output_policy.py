@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,13 +76,22 @@ class OutputPolicy:
             **more,
         )
 
+    @cached_property
+    def absolute_folder(self) -> Path:
+        """Absolute path of the folder of the clips."""
+        return self.folder.absolute()
+
+    def file_name(self, name: str) -> str:
+        """Return the name of a clip's file, such as `cat_1.mp4` for the clip `cat_1`."""
+        return f"{name}{video.FORMAT_SUFFIXES[self.encoding.format]}"
+
     def output_of(self, name: str) -> OutputConfig:
         """Return the output file of a clip.
 
         Args:
             name: Name of the clip, without a suffix.
         """
-        path = self.folder.absolute() / f"{name}{video.FORMAT_SUFFIXES[self.encoding.format]}"
+        path = self.absolute_folder / self.file_name(name)
         return OutputConfig(path=str(path), **vars(self.encoding))
 
     @property

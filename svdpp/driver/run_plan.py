@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from svdpp.config import ClipRequest, OutputConfig, PipelineConfig, SamplingConfig
+from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.driver.clip_metadata import clip_metadata
 from svdpp.driver.output_policy import OutputPolicy
 from svdpp.driver.request_scheduler import RequestScheduler
@@ -63,10 +63,6 @@ class JobResolver:
         """
         return None if job.sampling is None else self._scheduler.resolve_sampling(job.sampling)
 
-    def output_of(self, job: RunJob) -> OutputConfig:
-        """Return the output file for the clip of a job, which must have a name."""
-        return self.policy.output_of(job.name)
-
     def config_of(self, sampling: SamplingConfig | None) -> PipelineConfig:
         """Return the pipeline's configuration with the given sampling parameters.
 
@@ -79,7 +75,7 @@ class JobResolver:
 
     def metadata_of(self, job: RunJob, sampling: SamplingConfig | None) -> dict[str, Any]:
         """Return the fields of a clip's JSON that are known before the clip is made."""
-        config, output = self.config_of(sampling), self.output_of(job)
+        config, output = self.config_of(sampling), self.policy.output_of(job.name)
         loras = self._scheduler.find_loras(job.made_from.loras)
         return clip_metadata(job.made_from, job.seed, output, config, self.checkpoint, loras)
 
@@ -90,7 +86,7 @@ class JobResolver:
             clip.job.request(),
             loras=tuple(file.lora for file in loras),
             sampling=clip.sampling,
-            output=self.output_of(clip.job),
+            output=self.policy.output_of(clip.job.name),
             latents_key=clip.latents_key,
             done_steps=clip.done_steps,
         )
