@@ -60,8 +60,8 @@ class Reporter:
 
     Args:
         channel: Channel to the parent.
-        other_host: Name of the rank's host, which begins the messages of failed clips; empty if the
-            rank runs on the host of rank 0.
+        other_host: Name of the rank's host, which is put before the error messages of failed clips.
+            Empty if the rank runs on the same host as rank 0.
     """
 
     def __init__(self, channel: ControlChannel, other_host: str = "") -> None:
@@ -100,11 +100,13 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set the position that heartbeats report; send one at once if action or waiting changes.
+        """Set the rank's position for the heartbeats.
+
+        If `action` or `waiting` changes, a heartbeat is sent at once.
 
         Args:
             action: Current action; None: the rank has no work.
-            step: Current step of a DENOISE; -1: the action has no steps.
+            step: Index of the current step of a DENOISE; -1: the action has no steps.
             waiting: Whether the rank waits for a packet, an image or a disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
@@ -116,7 +118,7 @@ class Reporter:
 
         Args:
             phase: Phase in words, such as "loading the model".
-            peer: Rank to which this rank opens a link; -1: this rank opens no link.
+            peer: Rank to which this rank is opening a link; -1: no link is being opened.
             waiting: Whether the phase ends only when all other ranks have reached it.
         """
         self._now = Heartbeat(phase=phase, peer=peer, waiting=waiting)
@@ -131,14 +133,14 @@ class Reporter:
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
-        """Report the error because of which one clip fails."""
+        """Report an error that makes one clip fail. The rank continues with other clips."""
         record = error_to_dict(error)
         if self._other_host:
             record["message"] = f"on {self._other_host}: {record['message']}"
         self.send(ClipFailed(clip=clip, error=record))
 
     def report_failure(self, error: BaseException) -> None:
-        """Report the error that ends the rank, and the rank's position."""
+        """Report an error that ends the rank, with the rank's current action and step."""
         self.send(
             Failed(
                 error=error_to_dict(limit_error(error) or error),
@@ -158,7 +160,8 @@ class Reporter:
         return self._now.model_copy(update={"writing": writing, "memory_bytes": memory})
 
     def _send_all(self) -> None:
-        # An OSError means that the parent has ended; this process then ends, too.
+        # An OSError means that the parent has ended. No error is reported then, because this
+        # process ends, too.
         with contextlib.suppress(OSError):
             while True:
                 self.send(self._heartbeat())
@@ -236,10 +239,12 @@ class ClipWriter(BoundedExecutor):
     Args:
         reporter: Sender of a `ClipDone` for each written clip, and of an error for each clip that
             cannot be written.
-        conditions: Conditions for the clips' JSON; see `worker.device.conditions_of`.
+        conditions: Conditions on which the clips' bits depend, such as torch's settings, for the
+            clips' JSON; see `worker.device.conditions_of`.
         device: Device of the rank.
         tensor_store: Store of frames and sound for verification; None: nothing is kept.
-        host: Name of the host for the clips' JSON; empty if no launcher started the ranks.
+        host: Name of the host for the clips' JSON; empty if the ranks were started without a
+            launcher such as torchrun.
     """
 
     def __init__(
@@ -268,7 +273,8 @@ class ClipWriter(BoundedExecutor):
         Args:
             job: Request and metadata of the clip.
             packet: Packet of the clip after its last step.
-            decoded: Frames, uint8 of shape (F, H, W, 3), RGB; None: only the latent is hashed.
+            decoded: Frames, uint8 of shape (F, H, W, 3), RGB; None: the clip is not decoded, and
+                its metadata contain only the latent's hash.
             audio: Sound of the clip; None: the model makes no sound.
         """
         self.submit(self._write_or_report, job, packet, decoded, audio, record_event(self._device))
@@ -325,7 +331,10 @@ class ClipWriter(BoundedExecutor):
 
 
 def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
-    """Return metadata that mark a clip as perhaps not exact, if GPU memory ran short; else {}."""
+    """Return metadata that mark a clip for which GPU memory ran short; {} for other clips.
+
+    A shortage of memory can change the bits; see `MemoryPressure`.
+    """
     if not packet.memory_pressure:
         return {}
     is_exact = job.metadata.get("exact", True) is True
@@ -333,7 +342,9 @@ def _memory_pressure_fields(job: ClipJob, packet: Packet) -> dict[str, Any]:
 
 
 class LatentCheckpointWriter(BoundedExecutor):
-    """Thread that writes latent checkpoints. A failed write does not make the clip fail.
+    """Thread that writes latent checkpoints, from which clips can resume after an interruption.
+
+    A failed write does not make the clip fail.
 
     Args:
         folder: Folder of the checkpoints.
@@ -347,9 +358,11 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a packet for writing under a clip's key.
+        """Queue the packet of a clip for writing. Its tensors must not change afterwards.
 
-        The packet's tensors must not change afterwards.
+        Args:
+            key: Key of the clip, which is part of the file name.
+            packet: Packet of the clip between two steps.
         """
         self.submit(self._save, key, packet, record_event(self._device))
 
@@ -377,12 +390,12 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 class ImageReader:
     """Reader that prepares images ahead, in threads.
 
-    At any time, one image is prepared for the next clip that `take` will get, and at most one for a
-    clip that has not been submitted yet.
+    The reader prepares the image of one queued clip at a time, the next that `take` will return.
+    It also prepares at most one image of a clip that has not been submitted yet.
 
     Args:
-        prepare: Function that prepares a clip's input: the part of an encode that needs no device.
-            The reader's threads call it.
+        prepare: Function that resizes and converts an image on the CPU, for a later encode on the
+            rank's device. The reader's threads call it.
         device: Device of the rank, which becomes the current device of the threads.
     """
 

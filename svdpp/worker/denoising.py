@@ -26,8 +26,8 @@ from svdpp.worker.tensor_files import solver_history
 class Denoising:
     """Execution of one DENOISE action, by this rank alone or with the other rank of a pair.
 
-    The two ranks 2u and 2u + 1 of a pair run the same steps, each for one branch of the guidance,
-    and exchange predictions in each step:
+    The two ranks 2u and 2u + 1 of a pair run the same steps. Each rank evaluates one branch of
+    classifier-free guidance, and in each step the ranks exchange their predictions:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
         rank 2u + 1  receive posted | evaluates branch 1 | sends | waits for branch 0 | scheduler
@@ -48,7 +48,7 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Run and check the steps, and put the result into the packet.
+        """Run the steps, check that their latents are finite, and put the result into the packet.
 
         Raises:
             ClipCancelledError: The clip was cancelled, or the partner has dropped it.
@@ -80,7 +80,8 @@ class Denoising:
             evaluate: Function that computes this rank's prediction, as tensors by name.
 
         Raises:
-            MismatchError: The partner's prediction has another name, shape or dtype.
+            MismatchError: The partner's tensors have other names, shapes or dtypes than this
+                rank's.
             ClipCancelledError: The partner has dropped the clip.
         """
         context, clip = self._context, self._action.clip
@@ -113,7 +114,8 @@ class Denoising:
         return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        # The wait for the partner counts as time of the step.
+        # Heartbeats report that the rank waits. `ActionDone` does not count the wait as a wait, but
+        # as a part of the step.
         self._context.reporter.set_position(self._action, step, waiting=True)
         packet = pending.wait(None if expected is None else lambda _: expected)
         self._context.reporter.set_position(self._action, step)
@@ -147,13 +149,14 @@ class Denoising:
 class StepChecks:
     """Checks that the latents of one DENOISE are finite.
 
-    On CUDA, the result of a step's check is read one step later, so that the device never idles.
+    On CUDA, the result of a step's check is read after the next step has been queued. Reading it
+    earlier would make the GPU wait for the CPU.
 
     Args:
         device: Device of the rank.
         rank: Number of the rank, for error messages.
-        on_done: Callback after each step that has passed the check. It gets the step's index and
-            seconds on the device.
+        on_done: Callback for each step whose latent is finite. It gets the index of the step, and
+            the seconds that the step took on the device.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Device of a rank: torch's settings that change bits, memory use, and a profiler of one clip."""
+"""Device of a rank: choice of the device, settings of torch, memory use, profiler of one clip."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 
     Args:
         config: Configuration; its device is `cpu`, `cuda` (a GPU for each rank) or `cuda:N`.
-        world: World of the rank.
+        world: Rank number, local rank and number of ranks.
 
     Raises:
         RequestError: The device does not exist, or cannot be used.
@@ -70,9 +70,9 @@ def conditions_of(
         device: Name of the rank's device.
 
     Returns:
-        JSON values by name: settings of torch; on a GPU also the GPU's model and the versions of
-        libraries; with an attention backend also its name, and whether equal inputs always give
-        equal bits on this device.
+        JSON values by name. All devices have settings of torch. GPUs also have the GPU's model and
+        the versions of libraries. With an attention backend, the dict also has the backend's name,
+        and whether the backend always gives equal bits for equal inputs on this device.
 
     Raises:
         RequestError: The attention backend does not run on the device in the model's dtype.
@@ -90,7 +90,7 @@ def conditions_of(
 
         dtype = DTYPES[config.model.dtype]
         conditions |= attention_conditions(config.model.attention_backend, device, dtype)
-    # The class of SVD's feature extractor depends on the installed libraries.
+    # The class of SVD's feature extractor depends on the installed libraries, and may change bits.
     part = "feature_extractor"
     if checkpoint is not None and (name := dict(checkpoint.classes).get(part)):
         # This import takes seconds, because it imports diffusers.
@@ -114,8 +114,8 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Number of retried and failed allocations on each device, at the time at which this process created
-# its first `MemoryPressure` for the device.
+# Number of retried and failed allocations on each device before this process created its first
+# `MemoryPressure` for the device.
 _events_before: dict[torch.device, int] = {}
 
 
@@ -230,9 +230,9 @@ def out_of_memory_named(
         rank: Number of the rank; None: the block runs in the process of a verification.
 
     Raises:
-        OutOfMemoryError: Memory ran out. `details` has `device` and `rank`; for an action `clip`
-            and `step`; `requested_bytes`, if the original message contains the number; and
-            `free_bytes`, which is measured if the original message does not contain the number.
+        OutOfMemoryError: Memory ran out. `details` has `device` and `rank`, and for an action also
+            `clip` and `step`. It has `requested_bytes` if the original message contains this
+            number. `free_bytes` is taken from the original message, or else measured.
     """
     try:
         yield
@@ -276,8 +276,8 @@ def apply_settings(*, num_threads: int, device: str, deterministic: bool = False
     torch.set_num_threads(num_threads)
     if not deterministic:
         return
-    # `use_deterministic_algorithms` is not called, because it imports Inductor, which takes seconds
-    # and creates a folder.
+    # This call sets the same flag as `use_deterministic_algorithms`, but does not import Inductor,
+    # which takes seconds and creates a folder.
     torch.set_deterministic_debug_mode("error")
     # By default, the mode also fills new tensors with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -339,7 +339,7 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Profile `action`, if it belongs to the chosen clip.
+        """Profile `action`, which the `with` block runs, if it belongs to the chosen clip.
 
         Raises:
             OutputError: The trace cannot be written.

@@ -44,7 +44,8 @@ class ClipJob(_Message):
 
     clip: int
     request: ClipRequest
-    """Request for the clip. If it has its own sampling parameters, they are resolved."""
+    """Request for the clip. If it has sampling parameters, all of them have values: the model's
+    defaults have been filled in."""
     metadata: dict[str, Any] = Field(default_factory=dict)
     """Fields for the clip's JSON; empty for ranks that do not finish the clip."""
 
@@ -95,9 +96,10 @@ class Heartbeat(Event):
     action: ActionField | None = None
     """Current action of the rank; None between actions."""
     step: int = -1
-    """Current step of a DENOISE; -1 during other actions."""
+    """Index of the current step of a DENOISE; -1 during other actions."""
     waiting: bool = False
-    """Whether the rank waits for a packet, an image or the disk, or at its start for others."""
+    """Whether the rank waits for a packet, an image or the disk, or during its start for other
+    ranks."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
@@ -207,7 +209,7 @@ class PromptTruncated(Event):
 class CheckpointLost(Event):
     """Report that a latent checkpoint cannot be written; the clip goes on without it.
 
-    The report is sent for the first failure, and again only after a write has succeeded.
+    After a failed write, further failures are not reported until a write has succeeded.
     """
 
     error: dict[str, Any]
@@ -231,14 +233,14 @@ class ImageReady(Event):
 
 
 class ClipFailed(Event):
-    """Report of an error because of which one clip fails. The rank goes on with other clips."""
+    """Report of an error that makes one clip fail. The rank continues with other clips."""
 
     clip: int
     error: dict[str, Any]
 
 
 class ClipDropped(Event):
-    """Report, by a clip's last rank, that all ranks have dropped the failed or cancelled clip."""
+    """Report that all ranks have dropped a failed or cancelled clip. Its last rank sends this."""
 
     clip: int
 
@@ -261,9 +263,10 @@ class Finished(Event):
     """
 
     allocated_bytes: int | None = None
-    """Peak of the bytes in the rank's tensors; see `worker.device.peak_bytes`."""
+    """Peak of the bytes of tensors on the GPU; None on the CPU."""
     reserved_bytes: int | None = None
-    """Peak of the bytes that the rank has reserved; see `worker.device.peak_bytes`."""
+    """Peak of the bytes that torch's allocator reserved on the GPU; on the CPU, peak of the
+    resident set. None: not measured."""
 
 
 _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base.__subclasses__()}
@@ -281,7 +284,7 @@ def parse(message: bytes) -> Any:
 
 
 def describe_position(action: Action | None, step: int) -> str:
-    """Return a rank's position for messages, such as " at clip 3, step 7 (...)".
+    """Return a rank's position for error messages, such as " at clip 3, step 7 (...)".
 
     Args:
         action: Current action; None: the rank is between actions, and the result is empty.

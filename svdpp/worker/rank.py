@@ -64,8 +64,8 @@ class RankSetup:
     profile_path: str | None = None
     """Path of the torch.profiler trace that rank 0 writes; None: no trace."""
     weights: Mapping[str, str] = field(default_factory=dict)
-    """SHA-256 of each weight file on this host, in hex, by name; empty without latent
-    checkpoints."""
+    """SHA-256 of each weight file on this host, in hex, by file name. Empty if no latent
+    checkpoints are written."""
     fault: Callable[[int], object] | None = None
     """Function that each rank calls first, with its rank number; tests use it to inject faults."""
 
@@ -100,7 +100,9 @@ def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
 def run_rank(
     launch: LaunchContext, config: PipelineConfig, work: Callable[[torch.device, Reporter], None]
 ) -> None:
-    """Take a rank's device and run `work` on it; report any error to the parent before raising it.
+    """Take a rank's device, run `work` on it, and wait until the parent ends the rank.
+
+    Any error is reported to the parent, and then raised.
 
     Args:
         launch: Context of the rank.
@@ -124,13 +126,14 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    # a launcher's process goes on after the rank has ended, so the process group is closed here
+    # A process that a launcher has started runs on after the rank has ended, so the process group
+    # is closed here.
     if launch.world.launcher is not None:
         process_group.destroy()
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait for the parent's next `Stop`. Commands to cancel clips are ignored: no work is left."""
+    """Wait for the parent's next `Stop`. Ignore commands to cancel clips, as no work is left."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -170,10 +173,12 @@ def _prepared_stage(
     reporter.set_position(None)
     tensor_store = checkpoint_writer = profiler = None
     if setup.tensor_folder is not None:
-        # Secondary ranks can be on another host, so they send their tensors to the parent.
+        # Secondary ranks (ranks other than 0 that a launcher has started) can be on another host,
+        # so they send their tensors to the parent.
         send = reporter.send_tensor if is_secondary_rank(launch.world) else None
         tensor_store = TensorStore(Path(setup.tensor_folder), send)
-    # In a pair, both ranks have the same latents, and only the first rank writes them.
+    # The two ranks of a pair, which share classifier-free guidance, have the same latents. Only the
+    # first rank writes them.
     if setup.latents_folder is not None and not config.layout.is_second(rank):
         folder = LatentCheckpoints(Path(setup.latents_folder), conditions, setup.weights)
         checkpoint_writer = LatentCheckpointWriter(folder, device, reporter)
@@ -243,8 +248,7 @@ def load_rank_model(
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# Number of actions with which a rank decodes a part of a clip for another rank: RECV, DECODE,
-# SEND_FRAMES.
+# A rank decodes a part of a clip for another rank in three actions: RECV, DECODE, SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 
@@ -256,21 +260,22 @@ def _is_help(action: Action) -> bool:
 class ActionQueue(deque[Action]):
     """Queue of a rank's actions, which reorders actions so that clips overlap.
 
-    Clips that are submitted one at a time then overlap like clips that are submitted together: a
-    RECV at the start of a new list is moved before the work on the queue's last clip, if that work
-    has not begun. In this example, `RECV c1 @2 <0` receives clip 1 after two steps from rank 0:
+    Clips that are submitted one at a time then overlap as if they were submitted together. If a new
+    list begins with a RECV, the RECV is moved before the work on the queue's last clip, unless that
+    work has begun. In this example, `RECV c1 @2 <0` receives clip 1 after two steps from rank 0:
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
         queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
 
-    A rank may help another rank to decode clip c (RECV, DECODE and SEND_FRAMES of some frames). If
-    these three actions have not begun, they are moved after the rank's steps of clip c + 1.
-    Otherwise the rank would idle until clip c has passed all ranks between itself and the other.
+    A rank may help another rank to decode clip c, by the actions RECV, DECODE and SEND_FRAMES for
+    some of the frames. The help can begin only when clip c has passed all ranks between the two. To
+    use this time, the rank runs its steps of clip c + 1 first: the three actions are moved behind
+    these steps, unless the help has begun.
 
-    The three actions are moved behind one clip only, because ranks get their lists at different
-    times. So the help with clip c waits at most for steps of clip c + 1, and these steps wait at
-    most for the help with clip c on an earlier rank. Ranks therefore never wait in a circle.
+    The three actions are never moved behind a second clip, because this could cause a deadlock when
+    ranks get their lists at different times. With one clip, the help with clip c waits at most for
+    steps of clip c + 1, and these steps wait at most for the help with clip c on an earlier rank.
     """
 
     def holds(self, clip: int) -> bool:
@@ -296,7 +301,7 @@ class ActionQueue(deque[Action]):
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """Return the index in the queue at which work on the last clip begins, after its RECV."""
+        """Return the index of the last clip's first action in the queue, not counting its RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -346,9 +351,9 @@ class CommandReceiver:
             self._receive(_POLL_SECONDS)
 
     def is_cancelled(self, clip: int) -> bool:
-        """Whether the parent has cancelled a clip. Receives waiting commands; never blocks.
+        """Whether the parent has cancelled a clip that still has actions on this rank.
 
-        The result is False for a clip that has no actions left on this rank.
+        The method first reads all commands that have arrived. It never blocks.
         """
         self._receive_all()
         return clip in self._cancelled

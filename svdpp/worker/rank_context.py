@@ -15,7 +15,10 @@ from svdpp.worker.tensor_files import TensorStore
 
 
 class ClipCancelledError(Exception):
-    """Error for a clip that was cancelled, or that this rank's partner in a pair has dropped."""
+    """Error for a clip that was cancelled, or that the other rank of a pair has dropped.
+
+    The two ranks of a pair share classifier-free guidance; see `worker.denoising.Denoising`.
+    """
 
 
 @dataclass(kw_only=True)

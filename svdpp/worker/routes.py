@@ -19,9 +19,9 @@ _CONFIGS_KEPT = 64
 class Router:
     """Router that computes each clip's route (which rank runs which steps) and each rank's actions.
 
-    The parent and each rank have a router, and all of them compute the same actions, so that only
-    requests are sent to the ranks. The ranks load parts of the model and open links only when they
-    start, so the route of a later clip can use no other parts and links.
+    The parent and each rank have a router. All routers compute the same actions from the same
+    requests, so the parent sends only requests to the ranks. The ranks load parts of the model and
+    open links only when they start, so the route of every clip must do with these parts and links.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -36,15 +36,17 @@ class Router:
         self.config_with = lru_cache(_CONFIGS_KEPT)(self._new_config)
 
     def config_of(self, request: ClipRequest) -> PipelineConfig:
-        """Return the configuration for the clip of a resolved request."""
+        """Return the configuration for a clip, given its request with all defaults filled in."""
         return self._config if request.sampling is None else self.config_with(request.sampling)
 
     def route(self, clip: int, request: ClipRequest) -> Route:
         """Return the route of a clip, beginning with the first step that is not finished.
 
+        Only a clip that resumes from a latent checkpoint already has finished steps.
+
         Args:
             clip: Index of the clip.
-            request: Resolved request.
+            request: Request for the clip, with all defaults filled in.
 
         Raises:
             RequestError: A rank on the route has not loaded a part of the model that the clip
@@ -58,8 +60,8 @@ class Router:
                 planned = self._config.sampling.num_inference_steps
                 if layout.num_steps == planned:
                     raise RequestError(
-                        "with these parameters the model changes its expert at another step, and "
-                        "some ranks have not loaded the expert that they then need",
+                        "with these parameters the model switches to its second expert at another "
+                        "step, and some ranks have not loaded the expert for their steps",
                         "use the pipeline's `flow_shift`",
                         details={"clip": clip},
                     )
@@ -80,7 +82,8 @@ class Router:
         config = resolve_clip_config(sampling, self._config, self._checkpoint)
         if config.sampling.from_image and not self._config.sampling.from_image:
             raise RequestError(
-                "the ranks were started for clips from text alone",
+                "the clip starts from an image, but the ranks were started for clips from text "
+                "only",
                 "set from_image in the sampling parameters of the pipeline to make clips from text "
                 "and from images",
             )
@@ -93,10 +96,10 @@ class Router:
         )
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Return the action list of each rank for clips with resolved requests.
+        """Return the action list of each rank for further clips.
 
         Args:
-            requests: Resolved requests of the clips.
+            requests: Requests for the clips, with all defaults filled in.
             first: Index of the first clip.
         """
         routes = [self.route(clip, request) for clip, request in enumerate(requests, first)]

@@ -1,7 +1,7 @@
 """Run of a secondary rank: a rank other than 0 that a launcher such as torchrun has started.
 
 A secondary rank connects to rank 0 and ends when rank 0 ends. The module is not part of `launch`,
-because it uses the event classes of `worker.messages`.
+because it uses the event classes of `worker.messages`, and `launch` must not import `worker`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def run_secondary_rank(
         argument: Second argument of `entry`.
         config: Configuration of the rendezvous. Only `config.world` differs between ranks.
         device: Name of the rank's device, for messages.
-        observers: Callbacks that get (rank, event) for each event that this rank reports.
+        observers: Callbacks that get (rank number, event) for each event that this rank reports.
         say: Function that prints the rank's last message; see `Pipeline.serve`.
         ignores_signals: Whether the process ignores INT, TERM and HUP. Rank 0 gets the same
             signals, and decides when the run ends.
@@ -73,7 +73,7 @@ def run_secondary_rank(
     parent = _ParentChannel(connection, endpoint.host, config, device, observers, say)
     _parents[:] = [parent]
     while parent.receive(_EXIT_DELAY_SECONDS) is None:
-        pass  # wait until rank 0 sends BEGIN; if the connection is lost, the process exits
+        pass  # Wait until rank 0 sends BEGIN. If the connection is lost, a thread ends the process.
     launch = LaunchContext(
         config.world,
         config.backend,
@@ -103,12 +103,12 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report to rank 0 the error because of which this rank cannot start.
+    """Report an error to rank 0 that prevents this rank from starting.
 
     Args:
         world: World that the launcher gives this process.
         error: Error as a dict, from `errors.error_to_dict`.
-        timeout: Seconds after which the attempt to reach rank 0 is given up.
+        timeout: Limit in seconds for reaching rank 0.
 
     Returns:
         Whether rank 0 could be reached.
@@ -164,9 +164,10 @@ class _ParentChannel(ControlChannel):
             try:
                 super().send(message)
             except OSError as error:
-                # If rank 0 does not acknowledge data within `peer_timeout`, the kernel fails only
-                # one call on the socket with ETIMEDOUT. If this `send` is that call, later reads
-                # return the end of the stream, as if rank 0 had closed the connection.
+                # If rank 0 does not acknowledge data within `peer_timeout`, only one call on the
+                # socket fails with ETIMEDOUT. If this `send` is that call, later reads return the
+                # end of the stream, as if rank 0 had closed the connection. So `_listen` needs this
+                # flag to tell the two causes apart.
                 self._has_timed_out |= not isinstance(error, ConnectionError)
                 raise
 
@@ -208,7 +209,7 @@ class _ParentChannel(ControlChannel):
                 self._commands.put(message)
         except (EOFError, OSError) as error:
             reason = f"nothing has reached {self._rank_0} for {self._peer_timeout:.0f} s"
-            with self._lock:  # a `send` in another thread may have met the timeout first
+            with self._lock:  # a `send` in another thread may be setting `_has_timed_out`
                 if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
                     reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)

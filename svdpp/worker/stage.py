@@ -52,10 +52,10 @@ from svdpp.worker.rank_context import ClipCancelledError, RankContext
 # Maximum number of model objects that are kept, one for each set of sampling parameters. All model
 # objects share the loaded components.
 _MODELS_KEPT = 8
-# Maximum number of kinds of packets for which the tensor specs of the first packet are remembered.
+# Maximum number of entries in `PipelineStage._first_specs`.
 _KINDS_KEPT = 256
-# Prefixes of the names of tensors that the encode recorded, or that are in the state of a modular
-# pipeline. Their sizes may depend on prompt or image.
+# Name prefixes of tensors whose sizes may depend on the prompt or the image: results of the encode
+# that later ranks need, and tensors in the state of a modular pipeline.
 _ENCODED = ("record.", "state.", "block.")
 
 
@@ -73,12 +73,12 @@ class PipelineStage:
         self._transport, self._reporter = context.transport, context.reporter
         with_sampling: Callable[[SamplingConfig], VideoModel] = model.with_sampling
         self._model_with = lru_cache(_MODELS_KEPT)(with_sampling)
-        # Packets (clip, step) that this rank should have sent since it was last idle, by peer and
-        # channel. `idle` compares them with `Transport.sent`.
+        # (clip, step) of each packet that this rank must send before it is idle again, by peer and
+        # channel. `idle` compares them with the packets that were sent (`Transport.sent`).
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensor shapes and dtypes of the first packet of each kind. Packets are of the same kind if
-        # their clips have the same sampling parameters and finished steps, and if both or neither
-        # have a prompt (and a negative prompt).
+        # Tensor shapes and dtypes of the first packet of each kind. Two packets are of the same
+        # kind if their clips have the same sampling parameters and the same number of finished
+        # steps, both or neither have a prompt, and both or neither have a negative prompt.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
@@ -106,7 +106,7 @@ class PipelineStage:
         }
 
     def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
-        """Prepare for later calls of `run`: keep the jobs of the actions, and begin to read images.
+        """Prepare for later calls of `run`: store the clips' jobs, and begin to read images.
 
         Args:
             actions: Actions of this rank for further clips.
@@ -153,9 +153,8 @@ class PipelineStage:
         """Check that all packets of the finished actions were sent, and report the rank as idle.
 
         Raises:
-            MismatchError: This rank has sent other packets than its actions require. The sender
-                checks its packets, because a receiver would wait forever for a packet that is never
-                sent.
+            MismatchError: This rank has sent other packets than its actions require. The receiver
+                cannot detect this, because it would still wait for a packet that was never sent.
         """
         self._check_sends()
         self._waits = {}
@@ -229,9 +228,9 @@ class PipelineStage:
     def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
         """Return shape and dtype of the tensors that the packet of an action must have, by name.
 
-        The model determines the spec of the latent. All other tensors are results that the encode
-        has recorded, and the packet's tensor `structure` lists them. All packets of the same kind
-        (see `_first_specs`) must have the same tensors as the first of them.
+        The model determines the spec of the latent. The packet's tensor `structure` lists all other
+        tensors, such as results of the encode. A packet must also have the same tensors as the
+        first packet of its kind; see `_first_specs`.
         """
         request, sampling = self._jobs[action.clip].request, self._sampling_of(action)
         try:
@@ -299,7 +298,9 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            packet.compute_seconds = 0.0  # the rank that sent the packet counts the earlier seconds
+            # The rank that sent this packet also keeps it, and counts its seconds so far. This rank
+            # counts only the seconds of its own decode.
+            packet.compute_seconds = 0.0
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
             if action.part is None:
@@ -325,7 +326,8 @@ class PipelineStage:
         packet = self._packet(action)
         self._recv(action)
         with self._waiting(action):
-            # If this rank has failed to decode its own part, nothing is known about the other part.
+            # The shape of the other part is derived from this rank's own part. If this rank has
+            # failed to decode its own part, the other part is received without a check.
             is_decoded = action.clip in self._parts
             whole = (lambda _: self._expected_part(action)) if is_decoded else None
             part = self._pending.pop(action.clip).wait(whole)
@@ -365,7 +367,10 @@ class PipelineStage:
         self._free(action.clip)
 
     def _packet(self, action: Action) -> Packet:
-        """Wait for the packet of an action's clip. If the clip is cancelled, return a tombstone."""
+        """Wait for the packet of an action's clip, and return it.
+
+        If the clip is cancelled, the packet is turned into a tombstone: a packet without tensors.
+        """
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
@@ -414,7 +419,11 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the seconds of a compute action (the `with` block) and of the waits before it."""
+        """Report the seconds that the `with` block takes, and those of the waits before it.
+
+        Args:
+            action: ENCODE, DENOISE or DECODE that the block runs.
+        """
         start = time.monotonic()
         yield
         end, waited = time.monotonic(), sum(self._waits.values())
@@ -435,11 +444,11 @@ class PipelineStage:
 
 @contextmanager
 def _failures_of_clip(action: Action) -> Iterator[None]:
-    """Turn exceptions of an encode in the `with` block into an `InputError` of its clip.
+    """Turn an exception of an encode, run in the `with` block, into an `InputError` for the clip.
 
     diffusers and transformers raise exceptions of any type for an image or prompt that they cannot
-    process. Only the clip fails then, and the rank goes on. Errors of CUDA and out-of-memory errors
-    pass unchanged, and end the rank.
+    process. Then only the clip fails, and the rank continues. CUDA errors and out-of-memory errors
+    are not changed, and end the rank.
     """
     try:
         yield
@@ -460,9 +469,9 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """Return the spec that a received tensor must have, given the first packet of the same kind.
 
-    A tensor that the encode recorded, or that belongs to a modular pipeline's state, may have
-    another shape than in the first packet, but not another dtype or number of dimensions. The
-    structure may also have another shape, because it is text that contains shapes. All other
+    Results of the encode, and tensors in the state of a modular pipeline, depend on prompt and
+    image. Their sizes may differ from the first packet, but not their dtype and number of
+    dimensions. The size of the tensor `structure` may differ, too: it contains JSON text. All other
     tensors must have the spec of the first packet.
 
     Args:

@@ -28,8 +28,8 @@ class StatsSampler:
             sample in the thread that calls `stop`.
         device: Device of the rank.
         uuid: UUID of the rank's GPU, with or without the prefix `GPU-`; None on the CPU.
-        moved: Function that returns two numbers: the bytes that the rank has sent, and those that
-            it has received, so far.
+        moved: Function that returns the number of bytes that the rank has sent so far, and the
+            number of bytes that it has received so far.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StatsSampler:
         self._send(self._sample())
 
     def _run(self) -> None:
-        # An OSError means that the parent has ended.
+        # An OSError means that the parent has ended. Nobody needs samples then.
         with contextlib.suppress(OSError), gpus.open_nvml() as nvml:
             handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
             while True:

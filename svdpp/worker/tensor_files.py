@@ -30,16 +30,19 @@ _CHECKPOINT = re.compile(r"([0-9a-f]{64})_step(\d{1,6})\.safetensors", re.ASCII)
 
 
 class LatentCheckpoints:
-    """Folder of latent checkpoints: packets, each named by a key and the number of finished steps.
+    """Folder of latent checkpoints, from which clips can resume after an interruption.
 
-    The key is a hash of everything in a clip's request on which the bits depend. `load` rejects a
-    packet that was written under other conditions or with other weights.
+    A latent checkpoint is a file with a clip's packet between two steps. The file is named by a key
+    and the number of finished steps. The key is a hash of everything in a clip's request on which
+    the bits depend. `load` rejects a packet that was written under other conditions or with other
+    weights.
 
     Args:
         folder: Folder of the files, which is created when the first packet is saved.
         conditions: Conditions of the rank; see `worker.device.conditions_of`.
-        weights: SHA-256, in hex, of the weight files on this host, by name. They are compared,
-            because the key contains only times and sizes of these files. None: no comparison.
+        weights: SHA-256, in hex, of the weight files on this host, by file name. `load` compares
+            them, because the key contains only times and sizes of these files. None: `load` does
+            not compare weights.
     """
 
     def __init__(
@@ -80,8 +83,8 @@ class LatentCheckpoints:
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
-                # `save_file` is not used: it writes to another temporary file and then replaces the
-                # locked file, and a killed rank would leave the other file behind.
+                # `save_file` is not used, because it writes to a temporary file of its own and then
+                # replaces `temporary`. A killed rank would leave the other file behind.
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
@@ -101,9 +104,9 @@ class LatentCheckpoints:
     def unfit_error(
         self, key: str, clip: int, step: int, name: str, why: str, **details: object
     ) -> InputError:
-        """Return the error for a packet from which a clip cannot resume.
+        """Return the error for a latent checkpoint from which a clip cannot resume.
 
-        The hint of the error is a command that removes the packet's file.
+        The hint of the error is a command that removes the clip's latent checkpoints.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
@@ -147,8 +150,8 @@ class LatentCheckpoints:
             raise unfit_error("is damaged: the hash of its tensors is wrong")
         for kind, current in (("conditions", self._conditions), ("weights", self._weights)):
             before = metadata.get(kind, {})
-            # `ATTENTION_REPEATS` is not compared: it is measured on each machine, so the values of
-            # equal machines may differ.
+            # `ATTENTION_REPEATS` (whether attention gives equal bits for equal inputs) is not
+            # compared. It is measured, so its values may differ between equal machines.
             names = (current.keys() | before.keys()) - {ATTENTION_REPEATS}
             # Hosts without a shared folder have only the weights of their own ranks, so only weight
             # files that are known on both sides are compared.
@@ -202,7 +205,8 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with safe_open(path, framework="pt") as file:
         metadata = json.loads((file.metadata() or {})["svdpp"])
         if metadata["schema_version"] != _SCHEMA_VERSION:
-            raise ValueError(f"schema version {metadata['schema_version']}")
+            found = metadata["schema_version"]
+            raise ValueError(f"its schema version is {found}, not {_SCHEMA_VERSION}")
         return {name: file.get_tensor(name).clone() for name in file.keys()}, metadata  # noqa: SIM118
 
 
@@ -246,8 +250,10 @@ def audio_hashes(audio: Audio | None) -> dict[str, Any]:
 class TensorStore:
     """Folder of tensors that a run keeps for verification, by clip and name.
 
-    The names are `step7` (the latent after seven steps, and the history of a multistep solver),
-    `step7_branch0` (the prediction of step 7 for guidance branch 0), `frames` and `audio`.
+    The names are:
+    - `step7`: latent after seven steps, and the history of a multistep solver;
+    - `step7_branch0`: prediction of the step with index 7 for guidance branch 0;
+    - `frames` and `audio`.
 
     Args:
         folder: Existing folder.
@@ -266,7 +272,7 @@ class TensorStore:
             ValueError: `name` is not the name of a file in a tensor store.
         """
         if not _STORED.fullmatch(name):
-            raise ValueError(f"{name!r} is not the name of a tensor store's file")
+            raise ValueError(f"{name!r} is not a file name of a tensor store, such as clip0_step7")
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
@@ -300,7 +306,7 @@ class TensorStore:
 
 
 def store_result(store: TensorStore, clip: int, frames: Frames, audio: Audio | None) -> None:
-    """Keep a clip's frames, uint8 (F, H, W, 3), and its sound, if any, in a `TensorStore`.
+    """Store a clip's frames, and its sound if there is any, for verification.
 
     Args:
         store: Store that keeps the tensors.

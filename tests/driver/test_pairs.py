@@ -280,7 +280,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
         resolve_config(replace(config, sampling=unguided))
     with pytest.raises(RequestError, match="`decode_ranks` 2 cannot divide the decode of"):
         resolve_config(replace(config, parallel=replace(PAIRED, decode_parallel_size=2)))
-    with pytest.raises(RequestError, match="started for clips from text alone"):
+    with pytest.raises(RequestError, match="started for clips from text only"):
         RequestScheduler(*resolve_config(config)).resolve_request(
             replace(REQUESTS[0], sampling=replace(text, from_image=True))
         )
