@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 _SECRET_NAME = re.compile(r"TOKEN|KEY|SECRET|PASSW|AUTH|CREDENTIAL", re.IGNORECASE)
-#: Smallest length of an environment variable's value that counts as a secret. Shorter values are
-#: switches such as `1` or `none`; to remove them would garble texts.
+#: The value of an environment variable counts as a secret only if it has this many characters or
+#: more. Shorter values are switches such as `1` or `none`, and removing them would garble texts.
 _SECRET_LENGTH = 8
-# Tokens of huggingface.co are hf_ and 34 letters and digits; older tokens can have 30.
+# A token of huggingface.co is `hf_` and 34 letters and digits, or 30 in older tokens.
 _HUB_TOKEN = re.compile(r"hf_[A-Za-z0-9]{30,}")
 #: Pattern of the folders in an absolute path, such as `/home/ann/` in `/home/ann/a.png`. Folders
 #: may contain blanks if the path is quoted or is the whole text.
@@ -32,7 +32,7 @@ _FOLDERS = re.compile(
 # and marks of the writing direction.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 # User name and password in a URL. A password that is not percent-encoded may contain `@`, so it
-# ends at the last `@`. In `http://host:8000/a@b`, a port follows the colon, and no password.
+# ends at the last `@`. In `http://host:8000/a@b`, the number after the colon is a port.
 _URL_PASSWORD = re.compile(
     r"(?<=://)(?:[^/\s@'\":]*:(?!\d{1,5}(?:[/?#\s'\"]|$))[^\s'\"]*|[^/\s@'\"]+)@"
     r"|(?<=[?&]password=)[^\s'\"&]+"
@@ -48,8 +48,8 @@ class SvdppError(Exception):
         details: Numbers in the message and other facts for programs, by name; JSON values.
 
     Messages and hints write the names of configuration fields in backticks, such as `num_frames`.
-    The command line and the server then show their own name, such as `--frames`; see
-    `write_fields`.
+    The command line and the server replace each by the name that their users know, such as
+    `--frames`; see `write_fields`.
     """
 
     exit_code: ClassVar[int] = 1
@@ -92,7 +92,7 @@ class VerificationError(SvdppError, RuntimeError):
 
 
 class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
-    """Error for too little memory. The message names the failed work, the hint options that help.
+    """Error for too little memory. The message says what failed; the hint names options that help.
 
     `details` contains `requested_bytes`, `free_bytes`, `device` and `rank`, as far as known.
     """
@@ -101,8 +101,9 @@ class OutOfMemoryError(SvdppError, RuntimeError, MemoryError):
     meaning = "out of memory"
 
 
-# Texts in out-of-memory errors: of CUDA and NCCL, of cuBLAS and cuDNN, and two of torch's CPU
-# allocator, which raises a plain RuntimeError and words it differently on other platforms.
+# Texts that show that an error is about memory. The first is from CUDA and NCCL, the second from
+# cuBLAS and cuDNN. The others are from torch's CPU allocator, which raises a plain RuntimeError
+# with a different text on each platform.
 _NO_MEMORY = ("out of memory", "STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -265,7 +266,7 @@ class Interrupted(BaseException):
         super().__init__(self.message)
 
 
-#: All error types, by name. `error_from_dict` raises these types in another process.
+#: All error types, by name. `error_from_dict` uses them for errors from other processes.
 _TYPES: dict[str, type[SvdppError]] = {
     name: value
     for name, value in [*globals().items()]
@@ -290,9 +291,9 @@ def error_to_dict(error: BaseException) -> dict[str, Any]:
 
 
 def reraisable(error: BaseException) -> BaseException:
-    """Return a copy of `error`, so that several threads can raise the error.
+    """Return a copy of `error` for one of several threads that raise the error.
 
-    A copy is needed, because each raise adds to the traceback of the raised object.
+    Each thread needs its own copy, because each raise adds to the traceback of the raised object.
 
     Returns:
         Copy whose cause is `error`; `error` itself if its class cannot be copied.
@@ -316,7 +317,7 @@ def error_from_dict(record: dict[str, Any]) -> SvdppError:
 
 
 def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
-    """Return a copy of the error with the highest exit code. `count` is put before its message.
+    """Return a copy of the error with the highest exit code. The message begins with `count`.
 
     Args:
         errors: One or more errors.
@@ -336,12 +337,12 @@ def fields_in(text: str) -> list[str]:
 
 
 def write_fields(text: str, names: Mapping[str, str]) -> str:
-    """Return a message or hint with the names of fields replaced by names that the user knows.
+    """Return a message or hint in which each field has the name that the user knows.
 
     Args:
         text: Message or hint with names of fields in backticks.
-        names: Name for the user of each field, such as `--frames` for `num_frames`. A field that
-            `names` lacks stays as it is.
+        names: Names that the user knows, by field, such as `--frames` for `num_frames`. Fields
+            that are missing here stay as they are.
     """
     for field in fields_in(text):
         text = text.replace(f"`{field}`", names.get(field, f"`{field}`"))
@@ -361,7 +362,7 @@ def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
 
 
 def describe_fault(fault: Mapping[str, Any]) -> str:
-    """Return a description of a pydantic validation error for users.
+    """Return the text that users see for a validation error of pydantic.
 
     Args:
         fault: One entry of the list that pydantic's `errors()` returns.
@@ -404,7 +405,7 @@ def fault_details(fault: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-#: Descriptions of validation errors for users, by the beginning of pydantic's error type.
+#: Texts that users see for validation errors, by the beginning of pydantic's error type.
 _WANTED = {
     "int_": "must be a whole number",
     "bool_": "must be true or false",
@@ -427,7 +428,7 @@ def redact(text: str) -> str:
 
 
 def redaction() -> Callable[[str], str]:
-    """Return a function that works like `redact`. The environment variables are read only now."""
+    """Return a function like `redact`, for many texts: it does not read the environment again."""
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     # Long secrets are replaced first, because a secret can contain another secret.
@@ -495,10 +496,10 @@ def without_controls(name: str) -> str:
 
 
 def recorded_path(path: str | Path, folder: str | Path) -> str:
-    """Return the text to write for `path` into a file in `folder`: a path relative to `folder`.
+    """Return `path` relative to `folder`, as text for a file in `folder`.
 
     Relative paths reveal little about the machine. If `path` is below the user's home and `folder`
-    is not, the text is `~/...`. `located_path` with the same folder returns the path again.
+    is not, the text is `~/...`. `located_path` converts the text back to a path.
 
     Args:
         path: Path, absolute or relative to the working folder.
@@ -513,7 +514,7 @@ def recorded_path(path: str | Path, folder: str | Path) -> str:
 
 
 def located_path(text: str, folder: str | Path) -> Path:
-    """Return the path for a text that `recorded_path` has returned.
+    """Convert a text from `recorded_path` back to a path.
 
     Args:
         text: Recorded text.
@@ -533,7 +534,7 @@ def recorded_name(name: str) -> str:
 
 
 def _homes() -> list[str]:
-    """Return the paths of the user's home folder, with and without links; empty if unknown."""
+    """Return the user's home folder as it is, and with its links resolved; empty if unknown."""
     home = os.path.expanduser("~").rstrip("/")
     names = {home, os.path.realpath(home)} if home.startswith("/") else set()
     return sorted(names - {"/"}, key=len, reverse=True)

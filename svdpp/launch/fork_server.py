@@ -1,9 +1,9 @@
 """Fork server for CPU ranks, which imports torch and the model's classes once for all ranks.
 
 This module does not import torch, so that a command can start the server before it imports torch
-itself. The server is the fork server of multiprocessing. By itself, that server does not notice
-during its imports that its starter has ended, and it waits forever for a stopped rank. Therefore it
-imports this module first, and this module asks the kernel for a signal when the starter ends.
+itself. The server is the fork server of multiprocessing. On its own, it would not notice during its
+imports that the process that started it has ended, and it would wait forever for a stopped rank. So
+the server imports this module first, which asks the kernel for a signal when that process ends.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def start_method(device: str) -> str:
 
 
 def start_fork_server(preload: Sequence[str]) -> None:
-    """Start the fork server unless it is running, without waiting for its imports.
+    """Start the fork server if it is not running. This does not wait for the server's imports.
 
     Args:
         preload: Modules that the server imports; see `modules_for`.
@@ -105,8 +105,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
             _remove(folder)
             os._exit(0)  # a normal exit would take a second to unload torch
 
-    # The kernel also sends the signal if only the starter's thread has ended, so the handler checks
-    # whether the starter's whole process has ended.
+    # The kernel also sends the signal if only the thread that started this server has ended. So the
+    # handler checks whether the whole process has ended.
     signal.signal(signal.SIGUSR1, lambda *_: end_if_starter_has_ended())
     os.register_at_fork(after_in_child=lambda: signal.signal(signal.SIGUSR1, signal.SIG_DFL))
     process_lifetime.end_with_parent(starter, signal.SIGUSR1)
@@ -119,17 +119,20 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
         module = importlib.import_module(name)
         if family:
             module.preload(family)
-    # a later collection would write to all pages of memory, and so copy them into every rank
+    # Without the freeze, a garbage collection in a rank would write to all shared pages of memory,
+    # and the kernel would copy the pages for this rank.
     gc.freeze()
     gc.enable()
 
     def end() -> None:
         """Wait until the process that started this server has ended; end the ranks and this server.
 
-        multiprocessing's server returns, and runs this function, when that process closes its pipe.
+        This function runs at the server's normal exit, which follows when that process closes its
+        end of the pipe.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
-        # A process closes its pipes a moment before its children get another parent.
+        # The parent is checked repeatedly, because an ending process closes its pipes a moment
+        # before its children get another parent.
         while time.monotonic() < deadline:
             end_if_starter_has_ended()
             time.sleep(0.01)

@@ -98,7 +98,7 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     """Return this host's address, and the store through which ranks find each other.
 
     The launcher or rank 0 serves the store. The store stays open, because later process groups of
-    this process use it, too. Only one thread at a time may use the store.
+    this process use it too. Only one thread at a time may use the store.
 
     Args:
         world: World of this rank.
@@ -137,8 +137,8 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        # Without a listening socket, the store would listen on all addresses. Its libuv server does
-        # not accept a listening socket (torch 2.13).
+        # A socket of its own would make the store listen on all addresses. The libuv server cannot
+        # take a socket from its caller (torch 2.13), so it is switched off.
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )
@@ -164,7 +164,8 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
     try:
-        # With NCCL the group has two backends, because headers of packets are CPU tensors.
+        # With NCCL, the group also has a backend for the CPU, because the headers of packets are CPU
+        # tensors, which NCCL cannot send.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,
@@ -183,9 +184,9 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
     """Leave the process group. Call this only after all packets have been received.
 
-    Two ranks that close their communicators in different orders may wait for each other in
-    `ncclCommDestroy` (vllm-project/vllm#39846). After `timeout`, a warning is logged, and the
-    function returns.
+    Two ranks that close their communicators in different orders may wait for each other forever
+    in `ncclCommDestroy` (vllm-project/vllm#39846). So this function waits for at most `timeout`
+    seconds; then it logs a warning and returns.
 
     Args:
         timeout: Seconds to wait for the other ranks.
@@ -216,7 +217,9 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        return  # not checked here: a later check finds two ranks on one GPU by the GPU's UUID
+        # Each rank may see a different GPU. A later check compares the GPUs' UUIDs, and so finds two
+        # ranks on the same GPU.
+        return
     if count < needed:
         plural = "s" if needed > 1 else ""
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"

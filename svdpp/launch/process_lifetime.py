@@ -32,20 +32,21 @@ _SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
-# Environment variables of launchers, which child processes must not inherit: they would count as
-# launched ranks.
+# Environment variables that launchers set. Child processes must not inherit them, because a child
+# with these variables would act as a rank that a launcher has started.
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "SLURM_PROCID")
 
 # Lock that is held while a temporary folder is created. A process that is about to end acquires the
-# lock before it removes its folders, and never releases the lock.
+# lock before it removes its folders, and keeps it, so that no thread creates another folder.
 _making_folder = threading.Lock()
 
-# Lock that is held while the temporary folder is chosen, because Python writes a test file into
+# Lock that is held while Python chooses the temporary folder, for which it writes a test file into
 # each candidate. A process that is about to end acquires the lock before it removes its folders,
-# and never releases the lock. The lock is reentrant, because a signal handler may need the folder.
+# and keeps it, so that no test file remains. The lock is reentrant, because a signal handler may
+# need the folder while the interrupted code holds the lock.
 _choosing_folder = threading.RLock()
 # Largest length of the temporary folder's path, in bytes. The path of a Unix socket has at most 107
-# bytes (unix(7)), and multiprocessing appends a text of this form to the folder.
+# bytes (unix(7)), and multiprocessing appends a name of the form below to the folder.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -90,14 +91,14 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
         # imported.
         "TRANSFORMERS_VERBOSITY": "error",
         "DIFFUSERS_VERBOSITY": "error",
-        # Importing torch would create a cache folder for Inductor. Nothing is compiled, so a folder
-        # that exists is named instead.
+        # By default, importing torch creates a cache folder for Inductor. svdpp compiles nothing,
+        # so the variable names a folder that exists anyway.
         "TORCHINDUCTOR_CACHE_DIR": _existing_temp_dir(),
-        # By default, OpenMP threads spin after a parallel region, which takes most of the time of a
-        # machine with few cores.
+        # By default, OpenMP threads spin after a parallel region. If the ranks share few cores,
+        # the spinning would take most of the CPU time.
         "OMP_WAIT_POLICY": "passive",
-        # Expandable segments reduce fragmentation. Before torch 2.9, the variable's name was
-        # PYTORCH_CUDA_ALLOC_CONF.
+        # Expandable segments reduce the fragmentation of GPU memory. Before torch 2.9, the name of
+        # the variable was PYTORCH_CUDA_ALLOC_CONF.
         "PYTORCH_ALLOC_CONF": environment.get(
             "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"
         ),
@@ -108,7 +109,7 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        # torchrun sets the variable to 1, so its presence does not mean that the user has set it
+        # torchrun itself sets the variable to 1, so this value need not come from the user.
         existing.discard(_NCCL_ERRORS)
     return {name: value for name, value in values.items() if name not in existing}
 
@@ -125,7 +126,7 @@ def tune_gc() -> None:
 def start_helper(
     module: str, *arguments: object, variables: Mapping[str, str], stderr: int
 ) -> subprocess.Popen[bytes]:
-    """Run a Python module in a new process and session, with the module search path of this one.
+    """Run a Python module in a new process and session, with this process's module search path.
 
     Args:
         module: Name of the module, as for `python -m`.
@@ -227,7 +228,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
     Children are listed first, because a child gets another parent when its parent ends. Children
     are killed last, because a living parent would report a killed ffmpeg as a failed clip. A child
-    that is started in between ends by itself, because its input is closed.
+    that is started after the listing ends by itself, because its input is closed.
 
     Args:
         pids: Process ids; processes that have ended are skipped.
@@ -310,8 +311,8 @@ def children_of(pids: Collection[int]) -> list[int]:
     """Return the process ids of the children that the processes `pids` have now, from /proc."""
     children = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # An OSError means that the process has ended meanwhile. State and parent follow the process
-        # name, which is in parentheses and can contain any character.
+        # An OSError means that the process has ended meanwhile. In /proc/PID/stat, state and parent
+        # follow the process name, which is in parentheses and can contain any character.
         with contextlib.suppress(OSError):
             parent = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
             if parent in pids:
@@ -339,7 +340,7 @@ def temp_dir() -> str:
             chosen = tempfile.gettempdir()
             if len(os.fsencode(chosen)) > _MAX_TEMP_DIR_BYTES:
                 chosen = next(filter(_is_writable, _SHORT_TEMP_DIRS), chosen)
-            # There is no other setting for the temporary folder of multiprocessing.
+            # multiprocessing has no setting of its own: it asks tempfile for the folder.
             tempfile.tempdir = chosen
             return util.get_temp_dir()
         except OSError as error:
@@ -399,14 +400,14 @@ def temp_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_temp_files() -> None:
-    """Remove multiprocessing's temporary folder, with sockets and the folders of `make_folder`.
+    """Remove multiprocessing's temporary folder, with the sockets and folders in it.
 
     Python removes the folder at a normal exit, but not at `os._exit`, and not if the process that
     created it was killed. Call this directly before the process ends: afterwards other threads can
     create no temporary files.
     """
-    # Python tests a folder by writing a file to it. If the process ended in the meantime, the file
-    # would remain.
+    # Another thread may be choosing a folder, for which Python writes a test file. Without this
+    # wait, the process could end before the file is removed.
     _choosing_folder.acquire(timeout=1)
     if "multiprocessing.util" in sys.modules:
         # `get_temp_dir` may have to create the folder, and may fail.
@@ -420,7 +421,7 @@ def remove_temp_files() -> None:
 def remove_temp_folder(folder: str) -> bool:
     """Remove the temporary folder of multiprocessing, for a process that ends.
 
-    If another process was killed while it removed the folder, the removal is completed.
+    If another process was killed while it removed the folder, this removes the rest.
 
     Returns:
         Whether the folder has been removed completely.

@@ -2,8 +2,8 @@
 
 Rank 0 listens on one address, and writes its endpoint and a secret to the launcher's store. Both
 ends of a connection prove that they know the secret. Each end sends a message every second, and the
-kernel closes connections without acknowledgements. After all work or a failure, rank 0 sends END to
-all ranks, so that no rank outlives the run.
+kernel closes a connection if the other host does not acknowledge them. When all work is done or a
+rank has failed, rank 0 sends END to all ranks, so that no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class RankHello(NamedTuple):
     shared_settings: dict[str, str]
     """Settings of the rank, which must equal the settings of rank 0."""
     missing: list[str]
-    """Paths of files that all hosts must share (`Endpoint.probes`), but that this host lacks."""
+    """Paths in `Endpoint.probes` that do not exist on this host. All hosts must share them."""
     error: dict[str, Any] | None
-    """Error because of which the rank cannot start, from `error_to_dict`; None: no error."""
+    """Error that keeps the rank from starting, from `error_to_dict`; None: no error."""
 
 
 class Endpoint(NamedTuple):
@@ -80,7 +80,7 @@ class Endpoint(NamedTuple):
     host: str
     """Name of rank 0's host."""
     probes: list[str]
-    """Paths of probe files, which must exist on all hosts."""
+    """Paths of files on rank 0's host. A host on which they exist shares their folders."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +103,7 @@ class RendezvousConfig:
         """Return the first message of this process's rank to rank 0.
 
         Args:
-            error: Error because of which the rank cannot start, from `error_to_dict`; None: no
-                error.
+            error: Error that keeps the rank from starting, from `error_to_dict`; None: no error.
         """
         world, host = self.world, socket.gethostname()
         return RankHello(world.rank, world.local_rank, host, self.shared_settings, [], error)
@@ -186,7 +185,8 @@ def connect(
 ) -> tuple[Connection, Endpoint]:
     """Connect this rank to rank 0, with retries until rank 0 listens.
 
-    Until rank 0 listens, the store may contain the endpoint of an earlier start of the ranks.
+    Retries are needed, because until rank 0 listens, the store may have no endpoint, or that of an
+    earlier start of the ranks.
 
     Args:
         store: Store that `process_group.open_store` returned.
@@ -209,7 +209,7 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        # the endpoint of rank 0 has other fields than this version of svdpp writes
+        # A TypeError means that the endpoint in the store lacks or has other fields.
         except TypeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
@@ -288,7 +288,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read in the `with` block, because a process may stay silent."""
+    """Limit the time of each read in the `with` block: the other process may never send data."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -375,7 +375,7 @@ def join_ranks(config: RendezvousConfig, entry: EntryPoint, argument: Any) -> Wo
         lambda: process_group.join_store(config.world, config.backend, store, endpoint.token),
         endpoint.host,
     )
-    # rank 0 runs in a thread, so in its handle this object takes the place of a process
+    # Rank 0 runs in a thread, so its `WorkerHandle` gets this object in place of a process.
     process = SimpleNamespace(pid=None, exitcode=None)
 
     def run() -> None:
@@ -456,7 +456,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
-                "use the same command, with `num_threads`, and the same versions on every host",
+                "use the same command and versions on every host, and set `num_threads`",
                 details={
                     **{"rank": hello.rank, "host": hello.host, "setting": name},
                     **{"value": value, "rank_0_value": ours, "rank_0": 0},
@@ -466,9 +466,9 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
 
 @contextlib.contextmanager
 def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yield probe files, which must exist on all hosts, for shared files and folders.
+    """Yield files that show whether other hosts share `paths`: they must exist on all hosts.
 
-    A file in `paths` is its own probe. For a folder, a temporary file is created in it.
+    A file in `paths` is yielded itself. In a folder, a temporary file is created.
     """
     probes = []
     with contextlib.ExitStack() as made:

@@ -49,8 +49,8 @@ class StartDeadline:
         seconds: Seconds until the deadline.
 
     Raises:
-        RankError: Raised at the end of the context: a process was killed at the deadline, or the
-            system refused to start a process.
+        RankError: Raised at the end of the `with` block, if a process was killed at the deadline,
+            or the system refused to start a process.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -87,7 +87,7 @@ class StartDeadline:
 
     def _refused(self, error: BaseException) -> RankError:
         details = {}
-        # if a fork fails, the fork server ends, which closes the pipe to it
+        # An EOFError means that the fork server has ended, because it could not fork.
         if isinstance(error, EOFError):
             reason = f"the fork server {fork_server_end() or 'has ended'}"
         else:
@@ -179,10 +179,11 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the limit of files or processes that an error has met, such as `{"limit": 1024}`.
+    """Return the system's limit that caused an error, such as `{"limit": 1024}`.
 
     Returns:
-        Details for an error; empty if the number is not limited.
+        Limit of open files or of processes, for the `details` of an error; empty if there is no
+        limit.
     """
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)

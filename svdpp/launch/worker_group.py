@@ -43,7 +43,7 @@ _OUTPUT_CHECK_SECONDS = 1.0
 
 
 class ControlChannel:
-    """End of the connection between a rank and the parent: a pipe, or a TCP socket between hosts.
+    """One end of the connection between a rank and the parent: a pipe, or TCP between hosts.
 
     Args:
         connection: Open connection that preserves message boundaries.
@@ -162,7 +162,7 @@ class WorkerGroup:
         workers: Handles of the ranks, in the order of the ranks.
         folder: Folder with the output of the ranks, which is removed when they have ended. None: a
             launcher started the ranks.
-        is_forked: Whether the ranks are forked from a fork server, and end when it ends.
+        is_forked: Whether the ranks are forked from a fork server, and end when the server ends.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class WorkerGroup:
             if worker.process is None:
                 self._gone.append(rank)
         except OSError:
-            # the host cannot be reached; the missing heartbeats will show that its ranks are lost
+            # The host cannot be reached. The missing heartbeats will show that the rank is lost.
             worker.channel.close()
         return messages
 
@@ -243,7 +243,10 @@ class WorkerGroup:
         return codes
 
     def fork_server_end(self) -> str | None:
-        """Return how the fork server ended, such as `was killed by SIGKILL`; None if it has not."""
+        """Return how the fork server of the ranks ended, such as `was killed by SIGKILL`.
+
+        None: the server runs, or the ranks have no fork server.
+        """
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
@@ -257,7 +260,7 @@ class WorkerGroup:
             return ""
         path = _output_file(self._folder, rank)
         parts = []
-        # one of the files is missing for a moment while it is renamed
+        # While the output file is renamed, one of the two files is missing for a moment.
         for each in (_earlier_output(path), path):
             with contextlib.suppress(FileNotFoundError):
                 parts.append(_tail(each))
@@ -272,7 +275,7 @@ class WorkerGroup:
             timeout: Seconds to wait for all ranks together.
 
         Returns:
-            Whether all ranks have ended with exit code 0.
+            Whether all ranks have ended, and none with an exit code other than 0.
         """
         deadline = time.monotonic() + timeout
         while len(codes := self.exited()) < self.world_size and time.monotonic() < deadline:
@@ -362,9 +365,9 @@ def _end_message(error: BaseException | None) -> bytes:
 
 
 def end_if_importing_script() -> None:
-    """End this process if it is a rank that imports the user's script; the parent then reports it.
+    """End this process if it is a rank that imports the user's script. The parent reports an error.
 
-    A script without the `__main__` guard would start ranks again in each rank, without end.
+    Without this, a script without the `__main__` guard would start ranks in each rank, endlessly.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         os._exit(1)

@@ -29,13 +29,13 @@ class World:
 
     rank: int
     local_rank: int
-    """Number of the rank within its host, which is also the index of the rank's GPU."""
+    """Index of the rank among the ranks of its host, from 0; also the index of the rank's GPU."""
     size: int
     """Number of ranks on all hosts."""
     local_size: int
     """Number of ranks on the rank's host."""
     host: int = 0
-    """Index of the rank's host."""
+    """Index of the rank's host, from 0."""
     num_hosts: int = 1
     is_even: bool = True
     """Whether all hosts have the same number of ranks, as far as the launcher tells."""
