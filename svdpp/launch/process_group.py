@@ -164,8 +164,8 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
 
 def _join(world: World, backend: str, store: dist.Store) -> None:
     try:
-        # With NCCL, the group also has a backend for the CPU, because the headers of packets are CPU
-        # tensors, which NCCL cannot send.
+        # With NCCL, the group also has a backend for the CPU, because the headers of packets are
+        # CPU tensors, which NCCL cannot send.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo",
             store=store,
@@ -217,8 +217,8 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        # Each rank may see a different GPU. A later check compares the GPUs' UUIDs, and so finds two
-        # ranks on the same GPU.
+        # Each rank may see a different GPU. A later check compares the GPUs' UUIDs, and so finds
+        # two ranks on the same GPU.
         return
     if count < needed:
         plural = "s" if needed > 1 else ""
