@@ -20,7 +20,8 @@ from PIL import Image
 
 from svdpp.errors import OutputError, without_controls
 
-# Filter with exact rounding. Without it, swscale changes colours by one or two levels.
+# Filter of ffmpeg that converts between RGB and YUV with exact rounding. Without its flags, colours
+# would change by one or two levels of 255.
 EXACT_SCALE = "scale=flags=accurate_rnd+full_chroma_int+full_chroma_inp"
 _START = ("-hide_banner", "-nostdin")
 _QUIET = (*_START, "-loglevel", "error", "-xerror")
@@ -50,8 +51,8 @@ def find_ffmpeg() -> str:
 
 def mp4_source(path: Path) -> list[str]:
     """Return ffmpeg's options for opening a file as mp4, and not as any other format."""
-    # Only one demuxer and no network are allowed, because a playlist can be named .mp4. The prefix
-    # `file:` allows any file name.
+    # A file named .mp4 may be a playlist, for which ffmpeg would open other files and URLs. So only
+    # the demuxer of mp4 and local files are allowed. The prefix `file:` allows any file name.
     name = f"file:{os.path.abspath(path)}"
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 
@@ -199,8 +200,8 @@ def _finished(
 def _failure(code: int, line: bytes) -> MediaFailure:
     if code < 0:
         return MediaFailure(f"ffmpeg was ended by {signal.Signals(-code).name}")
-    # A line of the log begins with the component of ffmpeg and its address: [mov,mp4 @
-    # 0x55e882eb7d40].
+    # A line of the log begins with a component of ffmpeg and an address, such as [mov,mp4 @
+    # 0x55e882eb7d40], which mean nothing to users.
     text = re.sub(r"^(\[[^]]*\] *)+", "", line.decode(errors="replace").strip())
     reason = without_controls(text)[:200] or "no reason given"
     return MediaFailure(f"ffmpeg ended with {code}: {reason}")

@@ -38,8 +38,9 @@ _SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS
 _BAND_ROWS = 64
 _ORIENTATION = ExifTags.Base.Orientation
 
-#: Conversion of an image's colours by svdpp that diffusers' `load_image` does not do: transparent
-#: parts are laid over white, or 16-bit grey is scaled to 8 bits. Empty: no such conversion.
+#: Conversion of an image's colours that svdpp does and diffusers' `load_image` does not.
+#: `over white`: transparent parts are laid over white. `scaled`: 16-bit grey is scaled to 8 bits.
+#: Empty: no such conversion.
 Conversion = Literal["", "over white", "scaled"]
 
 
@@ -55,7 +56,7 @@ class MediaFile:
     height: int
     """Height of the upright image in pixels."""
     conversion: Conversion = ""
-    """Conversion that diffusers' `load_image` does not do; empty: none."""
+    """Conversion of the colours that diffusers' `load_image` does not do; empty: none."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -175,7 +176,8 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
         # orientation tag.
         orientation = image.getexif().get(_ORIENTATION)
         rgb, conversion = to_rgb(image)
-    # `exif_transpose` would otherwise write all other tags, too, and fail for some of them
+    # Only the orientation is kept, because `exif_transpose` writes all tags again, and fails for
+    # some of the others.
     rgb.info.clear()
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb), conversion
@@ -190,8 +192,8 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
         max_pixels: Largest product of width and height.
 
     Raises:
-        InputError: The image is too large, too small or too narrow. The message lacks the name of
-            the file.
+        InputError: The image is too large, too small or too narrow. The message has no subject:
+            callers put the name of the file before it.
     """
     size = f"{width}x{height} pixels"
     details: dict[str, int] = {"width": width, "height": height, "limit_pixels": max_pixels}
@@ -212,7 +214,8 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
     """Return an image in 8-bit RGB, and its `Conversion`, such as `over white`.
 
     Raises:
-        InputError: The image has 32-bit grey. The message lacks the name of the file.
+        InputError: The image has 32-bit grey. The message has no subject: callers put the name of
+            the file before it.
     """
     if image.mode in ("F", "I"):
         raise InputError(

@@ -53,8 +53,8 @@ class ClipInput:
     loras: tuple[Lora, ...] = ()
     """LoRAs that the request adds to the model for this clip."""
     references: tuple[MediaFile, ...] = ()
-    """Images of what the clip shows, besides its input image, in the order in which the model gets
-    them."""
+    """Reference images, which show what should appear in the clip, in the order in which the model
+    gets them."""
 
     @property
     def images(self) -> tuple[MediaFile, ...]:
@@ -70,7 +70,7 @@ class ClipInput:
         return slugify_prompt(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
-        """Return the request of the clip with `seed`, without an output."""
+        """Return a request for the clip with `seed`. The request names no output file."""
         return ClipRequest(
             seed=seed,
             image=None if self.media_file is None else str(self.media_file.path),
@@ -113,7 +113,8 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
 
 # A remark is printed if the aspect ratios of image and frame differ by more than this factor.
 _STRETCHED = 1.25
-# Words for each conversion: what svdpp does, and what `load_image` does instead.
+# Words of the remark on each conversion: what svdpp does with the image, and how the image would
+# look if `load_image` read it.
 _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
     "over white": ("laid over white", "its transparent parts show the colours under them"),
     "scaled": ("scaled from 16 bits to 8", "its greys above 255 are white"),

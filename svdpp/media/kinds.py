@@ -13,7 +13,7 @@ FORMATS: tuple[str, ...] = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 if features.check("avif"):
     FORMATS = (*FORMATS, "AVIF")
 
-# Number of bytes in which the signatures of all supported formats end.
+# Number of bytes at the beginning of a file that contain the signature of any supported format.
 _SIGNATURE_BYTES = 16
 # Signatures of video formats: offset in the file, bytes there, and ffmpeg's demuxer. Playlists are
 # not supported, because they could name other files.
@@ -21,7 +21,7 @@ _DEMUXERS = (
     *((4, kind, "mov") for kind in (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")),
     (0, b"\x1aE\xdf\xa3", "matroska"),
 )
-# First bytes of image formats, without WebP and AVIF, and the usual suffix of such files.
+# First bytes and usual suffix of each image format, except WebP and AVIF.
 _IMAGE_SUFFIXES = (
     (b"\x89PNG", ".png"),
     (b"\xff\xd8", ".jpg"),
@@ -30,8 +30,8 @@ _IMAGE_SUFFIXES = (
     (b"II", ".tif"),
     (b"MM", ".tif"),
 )
-# Brands of ISO media files that contain images. Except for the brand, an image file looks like an
-# mp4.
+# Brands of ISO media files that contain images: HEIC and AVIF. Only the brand (bytes 8 to 11)
+# distinguishes such a file from an mp4.
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF = (b"avif", b"avis")
 
@@ -47,8 +47,8 @@ class UnsupportedKind(NamedTuple):
     """Hint how to convert the file; `{name}` stands for the file's name."""
 
 
-# Signatures of unsupported files: offset in the file, bytes there, another offset, bytes there, and
-# the kind.
+# Signatures of unsupported files: an offset in the file and the bytes there, a second offset and
+# the bytes there, and the kind of file.
 _UNSUPPORTED = (
     (0, b"RIFF", 8, b"AVI ", UnsupportedKind("an AVI video", _TO_MP4)),
     (0, b"G", 188, b"G", UnsupportedKind("an MPEG transport stream (.ts)", _TO_MP4)),
@@ -77,7 +77,7 @@ _AVIF_IMAGE = UnsupportedKind(
 
 
 def read_signature(path: Path) -> bytes:
-    """Return the first bytes of a file, by which the other functions tell its kind."""
+    """Return the first bytes of a file, from which the other functions here detect its format."""
     with path.open("rb") as file:
         return file.read(_SIGNATURE_BYTES)
 
@@ -97,7 +97,7 @@ def usual_suffix(data: bytes) -> str:
         data: First bytes of the file.
 
     Returns:
-        Suffix with its dot; `.bin` if the bytes are those of no supported file.
+        Suffix with its dot; `.bin` if no supported format begins with these bytes.
     """
     if demuxer := demuxer_of(data):
         return ".mp4" if demuxer == "mov" else ".mkv"
@@ -114,7 +114,7 @@ def is_iso_image(data: bytes) -> bool:
 
 
 def unsupported_kind(data: bytes) -> UnsupportedKind | None:
-    """Return the unsupported kind of a file, from its first bytes; None if the kind is unknown."""
+    """Return the kind of an unsupported file, from its first bytes; None if no kind matches."""
     if is_iso_image(data):
         return _HEIC_IMAGE if _is_heic(data) else _AVIF_IMAGE
     for place, magic, second_place, second_magic, kind in _UNSUPPORTED:

@@ -1,4 +1,4 @@
-"""Boxes of an mp4 that ffmpeg ignores, although players obey them, such as a crop."""
+"""Check of boxes in an mp4 that players obey but ffmpeg ignores, such as a box with a crop."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 from svdpp.media.ffmpeg import MediaFailure
 
-# Boxes of a video's sample entry that are not compared here: they do not affect players, or
-# `stream_differences` compares their effect.
+# Boxes in a video's sample entry (the description of its codec) that are not compared here: they do
+# not affect players, or `stream_differences` compares their effect.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
 # Number of bytes before the boxes in a video's sample entry, and before the entries in `stsd`.
@@ -19,11 +19,14 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Compare the picture-changing boxes of two mp4 files; yield a clause for each difference.
+    """Compare the boxes of two mp4 files that change the picture, and describe each difference.
 
     Args:
         ours: Path of the mp4 to check.
         theirs: Path of the mp4 of the recomputed clip.
+
+    Yields:
+        Clause for a message, such as "its video has the boxes clap".
 
     Raises:
         OSError: A file cannot be read.
@@ -43,7 +46,7 @@ def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
         file.seek(0, 2)
         for begin, end in _find(file, 0, file.tell(), _PATH):
             for entry, start, stop in _boxes(file, begin + _STSD_FIELDS, end):
-                # A different codec is reported by `stream_differences`.
+                # Other codecs are skipped, because `stream_differences` reports them.
                 if entry not in ("avc1", "avc3"):
                     continue
                 for kind, first, last in _boxes(file, start + _ENTRY_FIELDS, stop):

@@ -242,8 +242,8 @@ def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
         yield why_not
     finally:
         with contextlib.suppress(OSError):
-            # An exclusive lock fails while others hold a shared lock, so the last holder removes
-            # the file.
+            # An exclusive lock fails while others hold a shared lock, so only the last holder
+            # removes the file.
             if not why_not:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             path.unlink(missing_ok=True)
@@ -294,9 +294,9 @@ def _move(temporary: Path, path: Path) -> None:
     if not path.is_dir():
         os.replace(temporary, path)
         return
-    # A rename cannot replace a folder that is not empty, so the old folder is renamed first.
-    # Between the two renames, only the old folder is complete, so its name must not match the
-    # pattern of `remove_abandoned`.
+    # A rename cannot replace a folder that is not empty, so the old folder is renamed first. Its
+    # new name must not match the pattern of `remove_abandoned`: if this process is killed between
+    # the two renames, the old folder has to survive.
     old = path.with_name(f".svdpp-old-{secrets.token_hex(4)}")
     os.rename(path, old)
     try:

@@ -119,8 +119,8 @@ def slugify_prompt(prompt: str) -> str:
     """Return the first words of a prompt, as a part of a file name.
 
     Returns:
-        At most 48 letters of any script and digits, in lower case, the words joined by `-`; empty
-        if the prompt has neither.
+        At most 48 characters: letters of any script in lower case, and digits, with a `-` between
+        words. Empty if the prompt has no letters and no digits.
     """
     text = unicodedata.normalize("NFC", prompt.lower())
     parts = (
@@ -130,5 +130,6 @@ def slugify_prompt(prompt: str) -> str:
 
 
 def _is_of_word(character: str) -> bool:
-    # Combining marks ("M") are the vowels of many scripts, such as those of Hindi and Thai.
+    # Combining marks ("M") count as letters, because many scripts, such as those of Hindi and Thai,
+    # write vowels with them.
     return unicodedata.category(character)[0] in "LNM"

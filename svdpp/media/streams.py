@@ -15,16 +15,17 @@ _SECONDS = 600.0
 # because a malicious file can have any number of empty packets.
 _MAX_LISTING = 48 * 2**20
 
+# Line about a stream in ffmpeg's log, such as
 # `  Stream #0:1[0x2](und): Video: h264 (High) (avc1 / 0x31637661), ..., 12288 tbn (default)`.
-# Text of metadata cannot imitate such a line, because ffmpeg indents metadata deeper.
+# A file's metadata cannot imitate such a line, because ffmpeg indents metadata deeper.
 _STREAM = re.compile(r"^  Stream #0:(\d+)(?:\[\w+\])?(?:\([^)]*\))?: (\w+): ([^\s,]+)(.*)$")
 _MATRIX = re.compile(r"^ +display ?matrix: (.+)$", re.IGNORECASE)
 _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
 # Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
-# If a file begins at most this many seconds after time 0, this does not count as a delay: muxers
-# without edit lists leave such a gap for reordered frames.
+# A file whose first packet has at most this time, in seconds, counts as beginning at time 0: muxers
+# that write no edit list leave such a gap for reordered frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images. In a file with a real video, a stream with one of these codecs is a cover
 # image.
@@ -149,13 +150,13 @@ def read_colours(path: Path) -> set[str]:
 # Maximum difference in seconds between two times that count as equal, because versions of ffmpeg
 # round the times of frames differently.
 _SAME_SECONDS = 2e-3
-# The same for times of sound, in seconds. It is larger, because audio encoders add silence at the
-# beginning and at the end.
+# Maximum difference in seconds between two times of sound that count as equal. It is larger,
+# because audio encoders add silence at the beginning and at the end.
 _SAME_SOUND_SECONDS = 0.1
 
 
 def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
-    """Yield a clause for each property by which a player shows `ours` differently from `theirs`."""
+    """Yield a clause for each property that makes players show `ours` differently from `theirs`."""
     kinds, expected = (" and ".join(each.kind for each in side) for side in (ours, theirs))
     if kinds != expected:
         yield f"its streams are {kinds or 'none'} instead of {expected}"

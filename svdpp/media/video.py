@@ -69,10 +69,12 @@ def write_clip(
 ) -> str:
     """Write one clip completely or not at all.
 
-    The clip is written under a temporary name, read back and checked, and then renamed. `mp4` is
-    H.264, yuv420p, bt709, with `audio` as AAC. `gif` and `webp` loop forever; gif has times in
-    1/100 s, and at most 50 frames per second. `frames` is a folder of 00000.png and so on. An
-    existing folder is replaced only if it has no other files.
+    The clip is written under a temporary name, read back and checked, and then renamed.
+
+    - `mp4` is H.264, yuv420p, bt709, with `audio` as AAC.
+    - `gif` and `webp` loop forever. gif stores times in 1/100 s, and at most 50 frames per second.
+    - `frames` is a folder of 00000.png and so on. An existing folder is replaced only if all of
+      its files have such names.
 
     Args:
         frames: Frames, uint8 of shape (F, H, W, 3), RGB.
@@ -157,11 +159,11 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 
 
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
-    """Compare properties of two files that change how players show them, but no pixels or samples.
+    """Compare how players show two files with the same pixels and samples.
 
-    For an mp4, the streams are compared: number, kind, codec, pixel aspect, colours, rotation,
-    times, and default streams. For a gif or webp, the durations, loop, orientation, transparency
-    and further content are compared.
+    Pixels and samples are not compared here. For an mp4, the streams are compared: number, kind,
+    codec, pixel aspect, colours, rotation, times, and default streams. For a gif or webp, the
+    durations, loop, orientation, transparency and further content are compared.
 
     Args:
         ours: File to check.
@@ -214,7 +216,7 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return the properties of a clip's PNG files that make a viewer show other pixels.
+    """Return the properties of a clip's PNG files that make viewers change the stored pixels.
 
     Returns:
         A clause for each property, with the first file that has it.
@@ -241,7 +243,7 @@ class FolderDifference:
     surplus: tuple[str, ...]
     """Names of frames beyond the clip's last frame, sorted."""
     others: tuple[str, ...]
-    """Names of entries that are not frames: other files, and folders, with a `/` after the name."""
+    """Names of entries that are not frames: other files, and folders, with `/` at the end."""
 
     @property
     def has_folders(self) -> bool:
@@ -250,7 +252,7 @@ class FolderDifference:
 
     @property
     def faults(self) -> list[str]:
-        """Clause for an error message for each kind of difference; empty without differences."""
+        """Clauses for an error message, one for each kind of difference; empty if there is none."""
         kinds = (
             ("it lacks", self.missing),
             ("it has frames after its last frame", self.surplus),
@@ -362,7 +364,7 @@ def _checked(frames: Frames) -> Frames:
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """Turn exceptions in the `with` block into an `InputError`; `what` is the kind of the file."""
+    """Turn exceptions in the `with` block into an `InputError`; `what` is the expected format."""
     try:
         yield
     except SvdppError:
@@ -381,8 +383,8 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) ->
         images, times = _read_animation(path, format)
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
-            # Webp stores successive frames as one if they are nearly equal (here: up to 8 levels
-            # apart). If only one frame is stored, it has no duration.
+            # Webp merges successive frames that are nearly equal (here: up to 8 levels apart). If
+            # it merges all frames into one, the file has no durations, so they cannot be compared.
             count = len(frames)
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
