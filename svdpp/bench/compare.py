@@ -1,4 +1,4 @@
-"""Comparison of two benchmarks: ratios of their metrics, and whether they exceed the noise."""
+"""Comparison of two benchmarks: ratios of their metrics, and which differences are noise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ _COMPARED = {
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
 }
-#: Ratios that differ from 1 by at most this value count as equal, however small the noise is.
+#: If the ratio of a metric differs from 1 by at most this value, the metric counts as equal in both
+#: benchmarks, however small the noise is.
 _NEGLIGIBLE = 0.01
 #: Fields of the section `pipeline` that affect the measurement of diffusers on one device.
 _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
@@ -30,13 +31,14 @@ _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Ratio of one metric of two benchmarks A and B, with the range that noise explains.
+    """Ratio of one metric of two benchmarks, B over A, and the range in which noise may move it.
 
-    The range spans the ratios of single rounds, and a margin at both ends. On a logarithmic scale,
-    the margin is the drift of the machine, plus the larger spread of A and B times 2 for 3 rounds,
-    1 for 4 rounds, 1/2 for 5 rounds and so on. If A and B are equally fast, the range excludes 1 in
-    at most 2 of 1000 comparisons. This was found by simulations with normal, exponential and
-    Student's t noise (2 degrees of freedom) and 3 to 9 rounds.
+    If the range includes 1, noise alone may explain the difference between A and B. The range spans
+    the ratios of single rounds, and a margin at both ends. On a logarithmic scale, the margin is
+    the drift of the machine, plus the larger spread of A and B times 2 for 3 rounds, 1 for 4
+    rounds, 1/2 for 5 rounds and so on. If A and B are equally fast, the range excludes 1 in at most
+    2 of 1000 comparisons. This was found by simulations with normal, exponential and Student's t
+    noise (2 degrees of freedom) and 3 to 9 rounds.
     """
 
     name: str
@@ -47,11 +49,12 @@ class Ratio:
     value: float
     """`b` divided by `a`."""
     low: float | None
-    """Lower end of the range that noise explains; None if A or B has a single round."""
+    """Lower end of the range of noise around the ratio; None if A or B has a single round."""
     high: float | None
-    """Upper end of the range that noise explains; None if A or B has a single round."""
+    """Upper end of the range of noise around the ratio; None if A or B has a single round."""
     is_baseline: bool = False
-    """Whether A and B did the same work with the same libraries on the same machine."""
+    """Whether A and B did the same work with the same libraries on the same machine, so that every
+    difference is noise."""
 
     @property
     def is_noise(self) -> bool | None:
@@ -71,7 +74,7 @@ def ratio(
     drift: float = 0.0,
     is_baseline: bool = False,
 ) -> Ratio:
-    """Return the ratio of one metric, B over A, with the range that noise explains; see `Ratio`.
+    """Return the ratio of one metric, B over A, with the range of noise; see `Ratio`.
 
     Args:
         name: Name of the metric.
@@ -79,7 +82,8 @@ def ratio(
         b: Values of the rounds of B, above 0.
         drift: Logarithm of the ratio of the machine's speeds during A and B; 0 if unknown or equal.
             A drift in either direction widens the range.
-        is_baseline: Whether A and B did the same work with the same libraries on the same machine.
+        is_baseline: Whether A and B did the same work with the same libraries on the same machine,
+            so that every difference is noise.
     """
     mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)
     low = high = None
@@ -208,8 +212,8 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
     """Yield the ratio, B over A, of each metric of two benchmarks.
 
-    Speed-ups over the baselines come first: both sides are measured in the same round, so a drift
-    of the machine's speed does not affect them.
+    Speed-ups over the baselines come first. The pipeline and its baseline are measured in the same
+    round, so a drift of the machine's speed does not affect their speed-up.
     """
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:
@@ -235,7 +239,7 @@ def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all fields on which the time of diffusers depends, except the number of clips.
+    """Return the configuration's fields on which the time of diffusers for one clip depends.
 
     Fields that are None are left out, because summaries of earlier versions lack some fields.
     """

@@ -109,7 +109,7 @@ class Ranks(_Layout):  # type: ignore[misc]
     """Number of ranks W; None: one for each GPU, or 2 on the CPU."""
     device: str = "cuda"
     costs: str | None = None
-    """Costs file or preset for the split; None: svd-xt-a100."""
+    """Costs by which the split is chosen: a costs file or a preset; None: svd-xt-a100."""
     threads: Positive | None = None
     """CPU threads of each rank, in the pipeline and the baselines; None: 1 on CUDA, else cores //
     ranks."""
@@ -123,7 +123,7 @@ class Ranks(_Layout):  # type: ignore[misc]
     """Seconds within which the ranks must be ready."""
 
 
-#: Names of sampling parameters in the section `workload` that differ from the fields' names.
+#: Sampling parameters that have a shorter name in the section `workload`.
 _SHORT_NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 
@@ -149,8 +149,8 @@ class Workload(_Sampled):  # type: ignore[misc]
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
     images: list[str] = Field(default=[])
-    """Paths of images, which the clips use in turn. Empty: svdpp's four example images, or no image
-    for a model that also makes clips from text."""
+    """Paths of images; the clips cycle through them. Empty: svdpp's four example images, or no
+    image for a model that also makes clips from text."""
     prompts: list[str] | None = Field(default=None, min_length=1)
     """Prompts, each combined with each image. None: an example prompt, if the model takes
     prompts."""
@@ -172,15 +172,15 @@ class Measure(Section):
     """Section on the measurement: number of rounds, warm-up clips, and seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
-    """Number of warm-up clips in each round: clips that pass every rank before the measured
-    clips."""
+    """Number of warm-up clips in each round, before the measured clips. With several replicas or
+    decoders, each of them gets this many."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Number of rounds. A round measures the pipeline and each baseline once, in new processes."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
     """Seeds, used in a cycle: the first for every input, then the second for every input, ..."""
     peak_tflops: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
-    """Peak of each device in the model's dtype, in TFLOP/s. None: the published peak of a known GPU
-    (docs/benchmarks.md); without one, utilisation is not measured."""
+    """Peak of each device in the model's dtype, in TFLOP/s. None: the GPU's published peak
+    (docs/benchmarks.md); if there is none, utilisation is not measured."""
 
 
 def _no_amp(precision: object) -> object:

@@ -29,12 +29,15 @@ SCHEMA_VERSION = 5
 SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
 ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
-#: Metric whose ratios are the speed-ups.
+#: Metric that is compared in a speed-up: the pipeline's value divided by a baseline's value.
 RATE = "steady_clips_per_minute"
 
 
 class Results:
-    """Folder of one benchmark: configuration and environment, then rounds, then the summary."""
+    """Folder with the results of one benchmark.
+
+    Configuration and environment are written first, then each round, and the summary last.
+    """
 
     def __init__(self, root: Path, bench: Bench) -> None:
         self._bench = bench
@@ -168,9 +171,9 @@ def _case(bench: Bench, case: str) -> dict[str, Any]:
 def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
     """Combine a metric's values of all rounds into one; None if no round has the metric.
 
-    The value is the geometric mean, so that the ratio of two cases is the mean of the rounds'
-    ratios. Fractions use the arithmetic mean, so that they still add up to 1; memory uses the
-    maximum.
+    The value is the geometric mean, so that the ratio of two cases equals the geometric mean of
+    their ratios in each round. Fractions use the arithmetic mean, so that they still add up to 1.
+    Memory uses the maximum.
     """
     values = [metrics[name] for metrics in rounds if metrics[name] is not None]
     if not values:

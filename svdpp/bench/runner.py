@@ -26,8 +26,8 @@ from svdpp.plan.costs import PartFlops
 from svdpp.verification.verify import run_reference
 from svdpp.worker.device import reset_peak
 
-# Seconds that other ranks wait for the next pipeline: a week, longer than any measurement of
-# diffusers on one device.
+# Seconds for which the ranks other than rank 0 wait for the next pipeline: a week, which is longer
+# than rank 0 needs to measure diffusers.
 _BETWEEN_PIPELINES_SECONDS = 7 * 86400.0
 
 
@@ -140,8 +140,8 @@ class Bench:
         # measurement after another.
         reset_peak()
         config = self.cases[case]
-        # Number of clips that reach every rank: clips go to the replicas in turn, and in each
-        # replica to the decoders in turn.
+        # This many successive clips take each route through the ranks once: clips alternate between
+        # the replicas, and within a replica between its decoders.
         parallel = config.parallel
         num_routes = parallel.data_parallel_size * parallel.num_decoders
         num_warmups = self.bench_config.measure.warmups * num_routes
@@ -173,7 +173,7 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, case) in the order of measurement. Each round begins with another case.
+    """Yield (round, case) in the order of measurement. Each round begins with a different case.
 
     Args:
         cases: Names of the cases.
@@ -225,7 +225,7 @@ def _requests(bench_config: BenchConfig, config: PipelineConfig) -> list[ClipReq
 
 
 def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
-    """Return each combination of an image and a prompt. Without images, the image is None."""
+    """Return each combination of an image and a prompt. Clips from text have the image None."""
     sampling = config.sampling
     images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:
@@ -245,7 +245,7 @@ def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
 
 
 def differing(rounds: Sequence[Round]) -> list[str]:
-    """Return the cases, rounds and clips whose bits differ from diffusers'; empty if none do.
+    """Return the clips whose bits differ from diffusers', such as `pipeline, round 1, clip 0`.
 
     Args:
         rounds: Rounds of all cases, at least one. Without a round of diffusers, all rounds are

@@ -39,7 +39,7 @@ STATE_FILE = "server.json"
 _SCHEMA_VERSION = 1
 # Maximum size of `server.json` in bytes.
 _MAX_BYTES = 2**28
-# Number of batches or videos in one response with a list.
+# Maximum number of batches or videos in one page of a list from the server.
 _PAGE = 100
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.5, 5.0
 # Size in bytes of the pieces in which the body of a request is sent.
@@ -56,7 +56,8 @@ class Part:
     batch: str | None
     """Id of the batch; None until the server has responded."""
     clips: dict[str, str]
-    """`ServerClip.key` of each clip, by the clip's name, which is the `custom_id` of its line."""
+    """`ServerClip.key` of each clip, by the clip's name, which is also the `custom_id` of its line
+    in the batch."""
 
 
 @dataclass
@@ -93,7 +94,7 @@ def read_state(path: Path) -> ServerState | None:
         return ServerState(**values, parts=parts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = f"{str(path)!r} is not the state of a run at a server"
-        hint = "`overwrite` makes all clips"
+        hint = "`overwrite` makes all clips again"
         raise InputError(text, hint, details={"path": str(path)}) from error
 
 
@@ -151,7 +152,8 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
-        # Id of the last video of each batch before the first video that has not ended.
+        # By batch: the id of the last video before the first one that has not ended. The next query
+        # of the batch's videos starts after it.
         self._cursors: dict[str, str | None] = {}
 
     @property
@@ -178,7 +180,8 @@ class BatchRun:
             if before != now:
                 raise RequestError(
                     f"the batches of this folder are for {name} {before!r}, not {now!r}",
-                    f"use the same {name}, or another `out` folder; `overwrite` makes all clips",
+                    f"use the same {name}, or another `out` folder; `overwrite` makes all clips "
+                    "again",
                     details={"before": before, "now": now},
                 )
         for part in earlier.parts:
@@ -348,8 +351,8 @@ class BatchRun:
             Whether a clip has finished, failed or been cancelled since the last query.
         """
         assert part.batch is not None
-        # The batch is queried before the list of videos, so that the list is never older than the
-        # batch's state.
+        # The batch is queried before its videos. Otherwise the batch could end in between, and a
+        # clip that the list shows as unfinished would be reported as removed.
         batch = self._batch(part.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in part.clips if name in self._pending]
@@ -377,7 +380,7 @@ class BatchRun:
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
         """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        Pages are queried up to the first one with only queued videos.
+        The first page with only queued videos is the last one that is queried.
         """
         after = self._cursors.get(batch)
         is_first = True
@@ -442,7 +445,7 @@ class BatchRun:
             content.seek(0)
             if hashlib.file_digest(content, "sha256").hexdigest() != metadata["file_sha256"]:
                 raise ServerError(
-                    f"the SHA-256 of {clip.output!r} differs from that in its JSON at the server",
+                    f"{clip.output!r} was downloaded with another SHA-256 than the server lists",
                     "a proxy may have changed the file; run the command again with `resume`",
                     details={"clip": clip.output},
                 )
@@ -465,12 +468,12 @@ def _lost_error(view: Mapping[str, Any]) -> ServerError:
 
 
 def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
-    """Whether the output folder has an unchanged file of a clip, made from the job's inputs.
+    """Whether the output folder has the unchanged file of a clip, made from the same job.
 
     Args:
         folder: Folder of the clips.
         clip: Clip of the run.
-        done: Keys of the jobs of finished clips, by the names of their files.
+        done: Key of each finished clip, by the name of the clip's file; see `ServerClip.key`.
     """
     path = folder / clip.output
     if done.get(clip.output) != clip.key:

@@ -222,7 +222,7 @@ class _BusyError(Exception):
 
 
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response as JSON; errors of proxies get the form of svdpp's errors."""
+    """Return the error in a response; an error of a proxy gets the same keys as one of svdpp."""
     error: Any = None
     try:
         error = response.json()["error"]

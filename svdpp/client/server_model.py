@@ -1,4 +1,4 @@
-"""Model that a server runs: default values and checks for jobs, and requests for them."""
+"""Model that a server runs: defaults for jobs, checks of jobs, and requests for jobs."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ServerModel:
 
         Args:
             values: Sampling parameters from the command line's options, by name.
-            more: Further values of `LineDefaults`, with `max_pixels`, which the server's limit may
-                reduce.
+            more: Further fields of `LineDefaults`. `max_pixels` must be among them; a smaller limit
+                of the server replaces it.
 
         Raises:
             RequestError: A parameter is not for the model's family, or out of range.
@@ -109,7 +109,7 @@ class ServerModel:
         if num_bytes > limit:
             most = limit * 3 // 4
             raise RequestError(
-                f"the clip's files have {num_bytes * 3 // 4} bytes, and a line may have {most}",
+                f"the clip's files have {num_bytes * 3 // 4} bytes, the server's limit is {most}",
                 "save the image as JPEG, or make it smaller",
                 details={"bytes": num_bytes * 3 // 4, "highest": most},
             )

@@ -1,4 +1,4 @@
-"""Trial of attention backends in two processes: whether equal inputs give equal bits each time."""
+"""Trial of attention backends in two processes, to find backends that are not deterministic."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def try_backends(config: PipelineConfig) -> list[BackendTrial]:
 
 
 def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:
-    """Run the processes; return what each found: by backend and dtype, hashes or an error."""
+    """Run the processes. Return, for each of them, hashes or an error by backend and dtype."""
     config = setup.config
     found: dict[int, Mapping[str, Any]] = {}
 
@@ -144,7 +144,7 @@ def _trial_of(
     Args:
         name: Name of the backend.
         setup: Setup of the processes.
-        results: Hashes, or the error as a dict, by dtype, for each process.
+        results: For each process, the hashes or the error (a dict) by dtype.
     """
     is_chosen = name == setup.chosen
     first = results[0][setup.chosen_dtype]

@@ -319,7 +319,7 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_transfers(config: PipelineConfig, _: Path) -> str:
-    """Check transfers: make clips of the dummy model, whose packets have checksums."""
+    """Check the transfers between ranks, by clips of the dummy model with a checksum per packet."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     dummy = replace(

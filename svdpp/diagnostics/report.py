@@ -49,7 +49,7 @@ _OPTION_FORMAT = "--{} {}"
 
 
 class Advice(NamedTuple):
-    """Advice to use another layout, by forecast the fastest for the same clips and ranks."""
+    """Advice to use the layout that is forecast to be the fastest for the same clips and ranks."""
 
     text: str
     """Sentence for the user, with the advised layout and its speed-up."""

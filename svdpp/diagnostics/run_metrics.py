@@ -60,14 +60,14 @@ class RankRunMetrics:
     end: Count = 0
     """Index after the last denoising step that the rank computes."""
     wall: Amount
-    """Seconds from the first start to the last end of any rank's work."""
+    """Seconds from the start of the first work on any rank to the end of the last work."""
     compute: Amount
     """Seconds in which the rank computed."""
     wait: Amount = 0.0
-    """Seconds in which the rank was blocked without a transfer: by another rank, an image or a
-    file."""
+    """Seconds in which the rank waited for another rank, an image or a file. The time in which an
+    awaited packet arrives is not included: it is in `transfer`."""
     transfer: Amount = 0.0
-    """Seconds in which the rank was blocked while a packet arrived. Transfers during compute do not
+    """Seconds in which the rank waited while a packet arrived. Transfers during compute do not
     count."""
     idle: Amount = 0.0
     """Seconds before the rank's first action or wait, and after its last action or wait."""
@@ -89,7 +89,7 @@ class RankRunMetrics:
     allocated_bytes: Count | None = None
     """Peak bytes of tensors on the GPU; None on the CPU."""
     peak_bytes: Count | None = None
-    """Peak bytes of memory on the GPU; on the CPU, peak bytes of the rank's process."""
+    """Peak bytes that torch reserved on the GPU; on the CPU, peak bytes of the rank's process."""
     sent_bytes: Count | None = None
     """Bytes of tensors sent to other ranks, from the rank's start to its last sample."""
     received_bytes: Count | None = None
@@ -129,7 +129,7 @@ class RunMetrics:
     start_seconds: Amount = 0.0
     """Seconds from the start of the ranks until the last of them was ready."""
     makespan: Annotated[Amount, Field(gt=0)]
-    """Seconds from the first start to the last end of any rank's work."""
+    """Seconds from the start of the first work on any rank to the end of the last work."""
     first_clip: Amount
     """Seconds from the first start of any rank's work until the first clip is finished."""
     seconds_per_clip: Amount
@@ -230,7 +230,8 @@ def _rank_metrics(trace: Trace, config: PipelineConfig, rank: int) -> RankRunMet
     share, reported = config.layout.all_shares[rank], trace.rank_metrics[rank]
     spans = [span for span in trace.spans if span.rank == rank]
     compute = sum(span.end - span.start for span in spans)
-    # Fraction of the run's work that the trace has kept, if the trace is limited to some clips.
+    # The trace may keep only some clips. The waits, which the rank has counted for all clips, are
+    # scaled by the fraction of the compute time that the trace has kept.
     kept = compute / reported.compute_seconds if reported.compute_seconds else 1.0
 
     fractions = [span.action.fraction for span in spans if span.action.kind is Kind.DECODE]

@@ -18,7 +18,10 @@ from svdpp.plan.costs import PartFlops
 
 
 class DevicePeak(NamedTuple):
-    """Published peak TFLOP/s of dense matrix products: half of the peak "with sparsity"."""
+    """Published peak of a device in TFLOP/s, for dense matrix products.
+
+    If a data sheet gives only the peak "with sparsity", half of it is used.
+    """
 
     pattern: str
     """Regular expression for the whole name of the device, as NVML gives it."""
@@ -93,7 +96,7 @@ class Speed:
     """Achieved TFLOP/s and utilisation of one rank, or the mean of all ranks."""
 
     tflops: float
-    """Achieved TFLOP/s, by the FLOPs of the model's calls."""
+    """Achieved TFLOP/s, computed from the FLOPs of the model's calls."""
     utilisation: float | None
     """`tflops` as a fraction of the device's peak; None if the peak is unknown."""
 
