@@ -1,8 +1,10 @@
 """Comparison of the tensors of a finished clip with the tensors of the reference.
 
-The files of a clip contain only hashes of tensors, except for frames in PNG files, which are read
-and compared. If a pair of ranks made a clip by dividing batches, a pair makes the clip again. If
-the new hashes equal the recorded hashes, the new tensors are compared.
+The files of a clip contain only hashes of its tensors. There are two exceptions:
+- Frames in PNG files are read and compared.
+- With `cfg_parallel` 2, two ranks (a pair) may have divided each batch of the denoiser, which
+  changes bits. A pair then makes the clip again, and if the new tensors have the recorded hashes,
+  they are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Where hashes differ, compare the tensors themselves, if they are available.
+    """Compare tensors whose hashes differ, as far as the clip's tensors are available.
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -61,12 +63,12 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a tensor of the clip has another hash than the recomputed tensor."""
+    """Whether a recorded hash of a tensor differs from the hash of the recomputed tensor."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make clips again with a pair of ranks. Return the error if this fails, otherwise None."""
+    """Make clips again with a pair of ranks (`cfg_parallel` 2). Return the error if this fails."""
     if not tasks:
         return None
     config = tasks[0].pair_config
@@ -79,7 +81,7 @@ def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError
 
 
 class _StoredTensors:
-    """Tensors of a finished clip: frames in PNG files, and all tensors if it was made again.
+    """Tensors of a finished clip: frames from PNG files, and all tensors if it was made again.
 
     Args:
         clip: Finished clip.
@@ -95,7 +97,11 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return the clip's latent, frames or audio; None if none has the recorded hash."""
+        """Return a tensor of the clip; None if no available tensor has the recorded hash.
+
+        Args:
+            what: `latent`, `frames` or `audio`.
+        """
         recorded = self._clip.metadata.get(_HASHES[what])
         found = None
         if self._remade_index is not None:

@@ -66,7 +66,8 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
-        # a pattern such as out/* also matches the files of a run, which are skipped
+        # A pattern such as out/* also matches run.json and the run's table of clips, which are
+        # skipped.
         if _is_of_run(path):
             continue
         if _has_frames_json(path):
@@ -81,8 +82,8 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             images.append(path)
     if images and found:
         raise RequestError(
-            f"{str(found[0])!r} is a finished clip, {str(images[0])!r} is not: finished clips and "
-            "images are verified in different ways",
+            f"{str(found[0])!r} is a finished clip, but {str(images[0])!r} is not: finished clips "
+            "and images are verified in different ways",
             "verify finished clips and images in two commands",
             details={"clip": str(found[0]), "other": str(images[0])},
         )
@@ -117,8 +118,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
         clip: Finished clip.
         image: Path of the file, or of a folder that contains it. None: the file is searched for at
             the recorded path, and then in the clip's folder.
-        name: Name of the input: `last_image`, the name of a reference or of a further video; "":
-            the image.
+        name: Name of the input: `last_image`, or the name of a reference image or of an additional
+            video; "": the clip's first image.
 
     Raises:
         InputError: No file in these places has the recorded SHA-256.
@@ -137,7 +138,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            image = None  # the path names only the input image, so this input is searched for
+            # `image` is the path of the clip's first image, so this other input is searched for.
+            image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
         hint = "`image` PATH names the file"
@@ -153,7 +155,7 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
     where = str(recorded if image is None else image)
     raise InputError(
         f"the {name or 'image'} of {clip.path.name!r} is not at {where!r}",
-        f"{hint}; its sha256 is {wanted}",
+        f"{hint}; the sha256 of the file is {wanted}",
         details={"clip": str(clip.path), "path": where, "sha256": wanted},
     )
 
@@ -161,8 +163,9 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
 def _read_clip_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
-    # The clip's file is found by the name of the JSON, not by its content, so that a JSON always
-    # describes the file next to it. Until svdpp 0.3, the name did not include the format.
+    # The clip's file is found by the name of the JSON file (x.mp4.json describes x.mp4), not by the
+    # JSON's content, so that the JSON describes the file beside it even after both were moved. Up
+    # to svdpp 0.3, the name was x.json, so the clip's name is read from the JSON.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -176,7 +179,7 @@ def _is_of_run(path: Path) -> bool:
 
 
 def _is_clip(path: Path) -> bool:
-    """Whether `path` is a file with a clip's metadata, or a clip's JSON, even a damaged one."""
+    """Whether `path` is a clip's file with metadata, or a clip's JSON, which may be damaged."""
     try:
         if path.suffix != ".json":
             is_video = path.suffix in _VIDEOS or _is_frames_folder(path)
@@ -200,7 +203,10 @@ def _clips_in(folder: Path) -> list[Path]:
 
 
 def _preferred_path(path: Path) -> Path:
-    """Return the path of the clip's JSON if it exists, so that the clip counts only once."""
+    """Return the path of the clip's JSON if it exists, otherwise `path`.
+
+    A clip whose file and JSON are both named by the user thus counts only once.
+    """
     if path.suffix == ".json":
         return path
     json_path = path.with_name(f"{path.name}.json")
@@ -219,7 +225,7 @@ def _is_frames_folder(path: Path) -> bool:
 
 
 def _has_frames_json(path: Path) -> bool:
-    """Whether `path` is a folder of a clip's frames, according to the clip's JSON."""
+    """Whether `path` is a folder, and the JSON beside it says that it has a clip's frames."""
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
@@ -233,11 +239,12 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     yield from (path for path in names if path.suffix.lower() in suffixes)
 
 
-# Smallest PSNR in dB at which two encodings count as the same clip: for the whole clip, for each
-# frame, and for each block. Versions of an encoder differ little: the PSNR is above 40 dB at every
-# --crf up to 30. Different videos are far below 30 dB. An altered frame or a logo lowers the PSNR
-# of the clip little, but the PSNR of its frame and block much. If encodings of two x264 presets are
-# above 30 dB in the clip, they are also above 28 dB in each frame and above 27 dB in each block.
+# Smallest PSNR, in dB, at which two encodings count as the same clip. There is a limit for the
+# whole clip, for each frame, and for each block of a frame. Different versions of an encoder are
+# above 40 dB at every --crf up to 30, and different videos are far below 30 dB. Limits for frames
+# and blocks are needed because one altered frame, or a logo, hardly lowers the PSNR of the clip.
+# These limits leave room for other encoder settings: where two x264 presets are above 30 dB in the
+# clip, they are also above 28 dB in each frame and above 27 dB in each block.
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0
@@ -254,15 +261,15 @@ class ClipCheck:
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
-    """Whether the check passes. None: unknown, because only the hash of the latent is stored and
-    the frames were compared within a tolerance."""
+    """Whether the check passes. None: unknown. This occurs only for a latent, of which only the
+    hash is stored, if the hash differs and the frames were compared within a tolerance."""
     recorded: str | None
-    """SHA-256 in the metadata; None if the metadata have no such hash."""
+    """SHA-256, in hex, from the metadata; None if the metadata do not have the hash."""
     found: str | None
-    """SHA-256 of the recomputed tensor, or of the clip's file; None if the file is missing."""
+    """SHA-256, in hex, of the recomputed tensor, or of the clip's file; None if the file is
+    missing."""
     detail: str = ""
-    """Description of the faults that the check has found, or of the comparison if there are
-    none."""
+    """Faults that the check has found, in words. Without faults, a remark on the comparison."""
     within: bool = False
     """Whether the check passes because of the tolerance, although bits differ."""
     max_abs_diff: float | None = None
@@ -274,7 +281,10 @@ class ClipCheck:
 
     @property
     def verdict(self) -> str:
-        """Result of the check as a word or two; `different` if the file is missing."""
+        """Result of the check: `bitwise equal`, `within tolerance`, `different` or `unknown`.
+
+        A missing file is `different`.
+        """
         if self.equal is None:
             return "unknown"
         if not self.equal:
@@ -287,9 +297,9 @@ def check_file(
 ) -> ClipCheck:
     """Compare a clip's file, which may be missing, with the metadata and the recomputed frames.
 
-    PNG files are lossless, so their pixels must equal the recorded frames. For other formats, the
-    recomputed frames are encoded, and the two files are compared: pixels, sound, and properties
-    that affect how players show the clip.
+    PNG files are lossless, so the hash of their pixels must equal the recorded hash. Other formats
+    are lossy. For these, the recomputed frames are encoded to a second file, and the two files are
+    compared: pixels, sound, and properties that affect how players show the clip.
 
     Args:
         clip: Finished clip.
@@ -415,7 +425,7 @@ def _measure_distance(ours: Frames, theirs: Frames) -> _Distance:
     rows, columns = np.arange(0, height, _BLOCK), np.arange(0, width, _BLOCK)
     sizes = np.outer(np.diff(rows, append=height), np.diff(columns, append=width))
     errors, worst_block, largest = list[float](), 0.0, 0
-    # Frames are compared one at a time, because int16 takes twice the memory of uint8.
+    # Frames are compared one at a time to save memory: as int16, a clip takes twice the memory.
     for one, other in zip(ours, theirs, strict=True):
         difference = one.astype(np.int16) - other
         squares = np.square(difference, dtype=np.int32).mean(axis=2)

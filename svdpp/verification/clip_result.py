@@ -19,8 +19,8 @@ class VerificationTask:
     config: PipelineConfig
     request: ClipRequest
     pair_config: PipelineConfig | None = None
-    """Configuration with which the clip was made, if two ranks divided each batch of the denoiser.
-    None: no batch was divided."""
+    """Configuration with which two ranks made the clip, if they divided each batch of the denoiser
+    (`cfg_parallel` 2). None: no batch was divided."""
 
     @property
     def num_steps(self) -> int:
@@ -33,7 +33,7 @@ class ClipVerification:
     """Result of the verification of one clip: its checks, or an error."""
 
     path: Path
-    """Path of the clip's file, or the path from the user if it is not a clip."""
+    """Path of the clip's file. If the clip could not be read, the path that the user gave."""
     checks: list[ClipCheck] = field(default_factory=list)
     """Checks of the clip; empty if an error prevented the verification."""
     error: SvdppError | None = None
@@ -41,7 +41,7 @@ class ClipVerification:
 
     @property
     def different(self) -> list[ClipCheck]:
-        """Checks that have failed; empty if the clip equals the reference."""
+        """Checks that have failed; empty if none has failed."""
         return [check for check in self.checks if check.equal is False]
 
     @property

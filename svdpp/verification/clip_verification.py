@@ -1,7 +1,9 @@
 """Verification of finished clips, by recomputing each clip on one device.
 
-The checks are: whether diffusers computes the recorded latent; whether it computes the recorded
-frames (and sound); and whether the file on disk is the clip that the metadata describe.
+There are three checks:
+- Does diffusers compute a latent with the recorded hash?
+- Does diffusers compute frames (and sound) with the recorded hashes?
+- Does the file on disk contain the clip that the metadata describe?
 """
 
 from __future__ import annotations
@@ -53,13 +55,13 @@ class VerificationSettings:
 
     image: Path | None = None
     """Path of the clip's input image, or of a folder with all inputs. None: the inputs are searched
-    for."""
+    for at their recorded paths and in the clip's folder."""
     local_files_only: bool = False
     """Whether only files on this machine are used, so that nothing is downloaded."""
     timeout: float = 600.0
-    """Seconds without progress after which the reference counts as stalled."""
+    """Seconds without progress after which the process that recomputes clips counts as stalled."""
     start_timeout: float = 600.0
-    """Seconds within which the reference's process must be ready."""
+    """Seconds within which the process that recomputes clips must have loaded the model."""
 
 
 def plan_verification(
@@ -68,16 +70,18 @@ def plan_verification(
     """Read and check finished clips, and group them by configuration.
 
     Args:
-        paths: Paths of finished clips (of the file or the JSON of each clip).
+        paths: Path of each clip's file or JSON.
         settings: User's options for the verification.
 
     Returns:
-        Groups of tasks with equal configurations, so that the model is loaded once for each group;
-        and a result with an error for each clip that cannot be recomputed.
+        Two lists. The first has groups of tasks with equal configurations, so that the model is
+        loaded once for each group. The second has a result with an error for each clip that cannot
+        be recomputed.
     """
     groups: dict[PipelineConfig, list[VerificationTask]] = {}
     failed = []
-    # Free memory is read only once, so that the same GPU is chosen for all clips of a group.
+    # The free memory of GPUs is read only once. Otherwise clips with equal settings could be put on
+    # different GPUs, and so into different groups.
     gpus = functools.cache(visible_gpus)
     for path in paths:
         try:
@@ -103,14 +107,14 @@ def verify_clips(
             `clip_distance`.
 
     Returns:
-        Result for each clip. If an error ends the process that recomputes, the clips that it has
-        not recomputed get this error as their result.
+        Result for each clip. If an error ends the process that recomputes, this error is the result
+        of all clips that were not recomputed.
     """
     results = [ClipVerification(path=task.clip.path) for task in tasks]
     files: dict[int, Future[ClipCheck]] = {}
     with (
         temp_folder("svdpp-verify-") as folder,
-        # Files are checked in a thread, so that the supervisor goes on reading heartbeats.
+        # Files are checked in another thread, because this thread must keep reading heartbeats.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
 
@@ -147,7 +151,7 @@ def verify_clips(
 
 
 def compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    """Yield the checks of a clip's latent, frames and sound, by their hashes.
+    """Compare the hashes of a clip's latent, frames and sound, and yield the results.
 
     Args:
         clip: Finished clip.
@@ -196,7 +200,7 @@ def _new_task(
     if not metadata["exact"]:
         raise RequestError(
             f"{name!r} is marked as not exact: an earlier svdpp made it by an approximation",
-            "svdpp run makes the exact clip",
+            "svdpp run makes an exact clip with the same settings",
             details={"clip": str(path)},
         )
     config = _config(clip, settings, gpus)
@@ -204,7 +208,7 @@ def _new_task(
         process_group.check_devices(config.device, config.world_size)
     except RequestError as error:
         raise RequestError(
-            f"{name!r} was made on a CUDA device, and this machine has none",
+            f"{name!r} was made on a CUDA device, but this machine has none",
             "other devices give other bits: verify the clip on a machine with a CUDA device",
             details={"clip": str(path), **error.details},
         ) from error
@@ -270,7 +274,10 @@ def _config(
 
 
 def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the commit of each component that came from another repository, by component."""
+    """Return the repository's commit for each component from another repository than the model's.
+
+    The keys are names of components.
+    """
     return dict(metadata.get("components", {}))
 
 
@@ -278,19 +285,23 @@ def lora_from_metadata(recorded: Mapping[str, Any]) -> Lora:
     """Return a LoRA from its entry in a clip's metadata.
 
     Args:
-        recorded: Entry of the field `lora` of the JSON, by the names of the fields of `Lora`.
+        recorded: Entry of the JSON's list `lora`. Its keys are names of fields of `Lora`.
     """
     return Lora(**{name: value for name, value in recorded.items() if name != "ignored"})
 
 
 def choose_device(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
-    """Return the GPU of the recorded kind with the most free memory; `cuda:0` if there is none.
+    """Choose the device on which a clip that was made on a GPU is recomputed.
 
-    Free memory matters, because other processes, such as a server's ranks, may use some GPUs.
+    Other processes, such as a server's ranks, may use some GPUs, so free memory decides.
 
     Args:
         metadata: Metadata of the clip.
         gpus: GPUs of this machine.
+
+    Returns:
+        Of the GPUs of the recorded model, the one with the most free memory. `cuda:0` if this
+        machine has no GPU of the recorded model.
     """
     kind = metadata["conditions"].get("gpu")
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]

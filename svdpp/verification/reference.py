@@ -1,7 +1,7 @@
 """Reference process, which runs diffusers' unmodified pipeline on one device.
 
-The process has the settings of a rank, and reports times as a rank does. For the dummy model, the
-reference is a plain loop over the same network.
+The process applies the same settings of torch as a rank, and reports times as a rank does. For the
+dummy model, the reference is a plain loop over the same network.
 """
 
 from __future__ import annotations
@@ -105,9 +105,9 @@ def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
 
 
 class _Recorder:
-    """Recorder of the reference's work: it reports times as a rank does, and keeps tensors.
+    """Recorder of the reference's work: reports times to the parent, and writes tensors to files.
 
-    Tensors are copied to host memory and written to a folder. Without a folder, none are kept.
+    If the setup has no folder, no tensors are written.
     """
 
     def __init__(self, setup: ReferenceSetup, device: str, reporter: Reporter) -> None:
@@ -233,10 +233,10 @@ class Reference:
         Args:
             request: Seed, prompts and LoRAs of the clip.
             source: Image or frames, fitted to the clip's size; None: the clip starts from text.
-            sampling: Resolved sampling parameters.
+            sampling: Sampling parameters, with all defaults filled in.
             before_steps: Callback before the denoiser's first call.
-            after_step: Callback after each step, which gets the index of the step, and the latent,
-                the solver's history and the predictions as tensors by name.
+            after_step: Callback after each step. It gets the index of the step, and a dict of
+                tensors: the latent, the solver's history and the predictions.
 
         Returns:
             Final latent in the model's shape; frames, uint8 of shape (F, H, W, 3); and sound,
@@ -255,8 +255,8 @@ class Reference:
                 patches.enter_context(hooked(pipe.scheduler, steps, {"step": "step"}))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
-            # The backend becomes the default of the process, as it does in diffusers' own
-            # `set_attention_backend`.
+            # As with diffusers' own `set_attention_backend`, the backend becomes the default of the
+            # whole process.
             patches.enter_context(as_process_default(self._attention_backend))
             output = pipe(**arguments, **callback, output_type="pil")
         if spec.modular is None:
@@ -314,15 +314,15 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
             dtype={part: component_dtype(checkpoint, part, model.dtype) for part in weighted},
             variant={part: checkpoint.variant_of(part) for part in weighted},
             use_safetensors=dict.fromkeys(weighted, True),
-            # The paths are snapshots in the hub's cache, so that no component is read at a newer
-            # commit of its repository.
+            # The paths are local snapshots of known commits. With names of repositories, diffusers
+            # could load a component at a newer commit.
             pretrained_model_name_or_path={each.part: str(each.root) for each in folders},
             subfolder={each.part: each.subfolder for each in folders},
             revision={each.part: None for each in folders},
             local_files_only=True,
         )
-    # The processors are loaded as on a rank, because transformers lacks some of their classes
-    # without torchvision.
+    # The processors are loaded by the same function as on a rank, because without torchvision,
+    # transformers lacks some of the classes that `load_components` would load.
     processors = {
         part: load_processor(checkpoint, part, component_class(part, name))
         for part, name in checkpoint.classes
@@ -338,7 +338,7 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
 
 
 class _StepObserver:
-    """Observer of all steps of one pipeline call, which does not change any tensor."""
+    """Observer of all denoising steps of one call of a pipeline. It changes no tensor."""
 
     latent: torch.Tensor
 
@@ -358,7 +358,7 @@ class _StepObserver:
         self._outputs: list[Any] = []
 
     def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a denoiser's `forward`; the first call of the wrapper ends the encode."""
+        """Wrap a denoiser's `forward`. The first call of the wrapper calls `before_steps`."""
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -376,7 +376,8 @@ class _StepObserver:
         return forward
 
     def __deepcopy__(self, memo: Any) -> _StepObserver:
-        return self  # a pipeline may copy its scheduler
+        # A pipeline may copy its scheduler. The copy must report to the same observer.
+        return self
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call `scheduler.step`; if a denoising step is finished, report it to `after_step`.
@@ -389,7 +390,10 @@ class _StepObserver:
         return result
 
     def run_iteration(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an iteration of a denoising loop, which is a step of a pipeline without scheduler."""
+        """Run one iteration of a denoising loop, and report the step to `after_step`.
+
+        In a modular pipeline without a scheduler, each iteration is one denoising step.
+        """
         components, block_state = real(*args, **kwargs)
         self.end(None, 0, None, {LATENTS: block_state.latents})
         return components, block_state
@@ -399,8 +403,8 @@ class _StepObserver:
         if self._spec.schedulers:
             packer.pack(scheduler_changes(self._state, self._pipe.scheduler), STATE)
         for branch, output in enumerate(self._outputs):
-            # Only the first tensor is kept, because a rank too keeps only the first tensor of a
-            # received prediction (`Denoising.exchange`).
+            # Only the first tensor is kept, because ranks, too, keep only the first tensor of a
+            # prediction that they receive (`Denoising.exchange`).
             packer.pack(tensors_in(output)[0], f"{PREDICTION}{branch}")
         self._outputs.clear()
         self._has_evaluated = False

@@ -14,14 +14,15 @@ class ReferenceSetup:
     """Setup of the reference process; see `run_reference`."""
 
     config: PipelineConfig
-    """Resolved configuration with one rank."""
+    """Configuration with one rank, and with all defaults filled in."""
     checkpoint: Checkpoint | None
     """Checkpoint of the model; None for the dummy model."""
     requests: tuple[ClipRequest, ...]
     """Requests for the clips, in the order in which the reference makes them."""
     steps: frozenset[int]
-    """Numbers of finished steps at which the latent is kept: 4 keeps that after four steps."""
+    """Numbers of finished steps after which the latent is kept, such as 4 for the latent after four
+    steps."""
     folder: Path | None
-    """Folder for tensors that are kept; None: no tensors are kept."""
+    """Folder for latents, predictions, frames and sound; None: no tensors are kept."""
     predictions: bool
     """Whether the predictions of each branch of the guidance are kept."""

@@ -38,9 +38,9 @@ class Check:
 
     clip: int
     what: TensorKind
-    """Kind of the tensor. `solver_history` is a tensor that a multistep solver keeps of earlier
-    steps. `prediction` is a tensor that one rank of a pair has sent to its partner. Tensors of
-    these two kinds are listed only if their bits differ."""
+    """Kind of the tensor. `solver_history` is a tensor of earlier steps that a multistep solver
+    keeps. `prediction` is a prediction for one guidance branch, which one rank sent to the other
+    rank with `cfg_parallel` 2. These two kinds are listed only if their bits differ."""
     step: int
     """Number of finished steps; for a prediction, the index of the step."""
     rank: int
@@ -51,13 +51,12 @@ class Check:
     """Whether every bit is equal."""
     max_abs_diff: float
     """Largest absolute difference of an element; infinite if one of the two elements is NaN. For
-    frames and audio, it is a fraction of the highest level."""
+    frames and audio, the difference is a fraction of the highest level (255 or 32767)."""
     max_ulp: int
     """Largest difference of an element in ULPs of the dtype; for frames and audio, in levels."""
     first_index: tuple[int, ...] | None
-    """Index of the first element (in row-major order) that is beyond the tolerance. If all elements
-    are within the tolerance, index of the first element whose bits differ. None if all bits are
-    equal."""
+    """Index of the first element, in row-major order, that is beyond the tolerance. If no element
+    is beyond it, index of the first element whose bits differ. None if all bits are equal."""
     num_beyond: int
     """Number of elements beyond the tolerance."""
     sha256: str
@@ -97,7 +96,7 @@ class Check:
         return f"clip {self.clip}, {what}, done by rank {self.rank}"
 
     def __str__(self) -> str:
-        """Return a description of the difference: tensor, index of the first element, and size."""
+        """Return a description: which tensor, its first differing element, largest difference."""
         index = self.first_index or ()
         numbers = dict(zip(self.axes, index, strict=False))
         where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]
@@ -149,7 +148,7 @@ class VerificationResult:
 
     @property
     def largest(self) -> Check:
-        """Check with the largest difference; the first one if several checks have it."""
+        """Check with the largest difference; if several have it, the first of them."""
         return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
 
     @property
@@ -158,7 +157,7 @@ class VerificationResult:
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        """Return a sentence with the verdict, and with the largest difference, if any."""
+        """Return the verdict as a sentence, with the largest difference if bits differ."""
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
@@ -190,7 +189,7 @@ class VerificationResult:
         return remark
 
     def failure_details(self) -> dict[str, Any]:
-        """Return the first check that fails and the largest difference, for an error's details."""
+        """Return the details for an error: the first failed check and the largest difference."""
         first = self.first_difference
         return {
             **({} if first is None else first.to_json()),
@@ -234,18 +233,19 @@ def compare_tensors(
     """Compare two tensors with the same shape and dtype, in host memory.
 
     Args:
-        what: Kind of the tensors. Frames (uint8) and audio (int16) are compared as levels.
+        what: Kind of the tensors. The elements of frames (uint8) and audio (int16) are levels.
         ours: Tensor of the pipelined run.
         theirs: Tensor of the reference, to which `tolerance.rtol` is relative.
         location: Clip, step, and rank that computed `ours`.
         axes: Axes of the tensors, one letter each, for the description of a difference.
-        tolerance: Allowed difference of each element. Integers that are not levels must be equal.
+        tolerance: Allowed difference of each element. For frames and audio, `tolerance.atol` is a
+            fraction of the highest level. Other integer tensors must be equal.
 
     Raises:
         ValueError: The tensors have different shapes or dtypes.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        raise ValueError(f"{what}: {ours.dtype} {ours.shape} against {theirs.dtype} {theirs.shape}")
+        raise ValueError(f"{what}: {ours.dtype} {ours.shape}, not {theirs.dtype} {theirs.shape}")
     differs = _bits(ours) != _bits(theirs)
     is_bitwise = not bool(differs.any())
     beyond, max_ulp, max_abs_diff, psnr_db = differs, 0, 0.0, None
@@ -254,7 +254,8 @@ def compare_tensors(
         # float32 represents levels exactly, and takes less memory.
         dtype = torch.float32 if what in _LEVELS else torch.float64
         scale, expected = _LEVELS.get(what, 1), theirs.to(dtype)
-        # A difference is NaN if an element is NaN, and also for two equal infinities.
+        # If an element is NaN, so is the difference, which must count as infinite. The difference
+        # of two equal infinities is NaN, too; the next line makes it 0, because the bits are equal.
         difference = (ours.to(dtype) - expected).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
         difference = torch.where(differs, difference, 0.0)
         max_abs_diff = float(difference.max()) / scale
@@ -288,7 +289,7 @@ def _beyond(
     scale: int = 1,
 ) -> torch.Tensor:
     """Return a bool mask of the elements whose difference is larger than the tolerance."""
-    if tolerance.is_bitwise:  # without a tolerance all bits must be equal, so -0 and 0 differ
+    if tolerance.is_bitwise:  # without a tolerance, all bits must be equal, even those of -0 and 0
         return differs
     allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
     return differs & (~(difference <= allowed) | difference.isinf())

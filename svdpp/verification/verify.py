@@ -1,4 +1,4 @@
-"""`verify`: compares a pipelined run with a sequential run, bit for bit at every transfer."""
+"""`verify`: compares a pipelined run with a sequential run, at every transfer of a latent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from svdpp.worker.messages import ClipDone
 from svdpp.worker.rank import run_rank, wait_for_stop
 from svdpp.worker.tensor_files import TensorStore, solver_history
 
-#: Axes of the decoded tensors, one letter each.
+#: Axes of the decoded tensors, one letter each, such as S for samples and C for channels.
 _DECODED: dict[TensorKind, str] = {"frames": "FHWC", "audio": "SC"}
 
 
@@ -96,7 +96,8 @@ def verify(
             config, layout=layout, num_clips=len(requests), launched=find_world()
         )
         config = request.resolve()[0]
-    # The model's configs say where its experts divide the steps.
+    # A model with two experts switches to the second at a step that its config files determine.
+    # Ranges of steps depend on it, so the files are read here.
     config = resolve_config(config, weights="none")[0]
     clips = range(len(requests))
     with temp_folder("svdpp-verify-") as folder:
@@ -171,12 +172,13 @@ def run_pipelined(
             pipeline.checkpoint.check_request(config.sampling, request)
     for observer in observers:
         pipeline.observe(observer)
-    # This host has only the weights that its own ranks need. The reference needs all weights.
+    # If there are several hosts, this host has only the weights that its own ranks need. The
+    # reference needs all weights.
     if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
-    # this process was rank 0, and still holds memory that the reference needs
+    # With a launcher, this process was rank 0, and still holds memory that the reference needs.
     if pipeline.world is not None:
         reset_peak()
     return [result.metadata for result in results]
@@ -211,7 +213,8 @@ def run_reference(
     """
     if any(request.sampling is not None for request in requests):
         raise RequestError(
-            "the reference cannot make clips whose requests have sampling parameters"
+            "the reference cannot make clips whose requests have their own sampling parameters",
+            "set the sampling parameters in the configuration",
         )
     alone, checkpoint = resolve_config(config.single_rank())
     check_memory(alone, checkpoint, alone.layout.roles)
@@ -288,13 +291,13 @@ class _Comparison:
     ) -> Iterator[Check]:
         expected = solver_history(theirs)
         for name, tensor in solver_history(ours).items():
-            # Some pipelines copy their scheduler. The reference has recorded one of the copies, so
-            # the tensors of the others are not compared.
+            # Some pipelines copy their scheduler, and ranks send the tensors of all copies. The
+            # reference records only one scheduler, so the other copies cannot be compared.
             if name in expected:
                 yield self._compare("solver_history", tensor, expected[name], location)
 
     def _predictions(self, clip: int) -> Iterator[Check]:
-        """Compare the predictions of paired ranks with those of the reference, in each step."""
+        """Compare the predictions that two ranks exchange (`cfg_parallel` 2) with the reference."""
         if self.config.parallel.cfg_parallel_size == 1 or not self.theirs.has(
             clip, "step0_branch0"
         ):
@@ -323,7 +326,8 @@ class _Comparison:
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
     """Return a list with the first failed check.
 
-    If no check has failed, the list has the first check in which bits differ, or is empty.
+    If no check has failed, return the first check in which bits differ. If there is none, return an
+    empty list.
     """
     first = None
     for check in checks:
@@ -339,6 +343,6 @@ def _step_axes(config: PipelineConfig) -> str:
 
 
 def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """Return pairs (rank, number of finished steps) for the end of each range of steps."""
+    """Return (rank, number of finished steps) at the end of each range of steps, in order."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]

@@ -61,7 +61,7 @@ SIMULATE = [
 ]
 VERIFY = [
     (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
-    ("a.json b.jpg", "'a.json' is a finished clip, 'b.jpg' is not"),
+    ("a.json b.jpg", "'a.json' is a finished clip, but 'b.jpg' is not"),
     ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
     ("a.json --share-experts", "finished clip: --share-experts;"),
 ]

@@ -143,7 +143,7 @@ def test_folders_of_photographs_are_none(tmp_path: Path) -> None:
     for inputs in (["photos"], ["photos/rocket.jpg"], ["photos/*.webp"], ["photos/still.webp"]):
         assert _found(*inputs) == []
     assert _found() == []
-    with pytest.raises(RequestError, match=r"' is a finished clip, 'photos' is not"):
+    with pytest.raises(RequestError, match=r"' is a finished clip, but 'photos' is not"):
         find_clips(["photos", "out"])
     for missing in ("out/no.json", "out/deleted.mp4"):
         assert _found(missing) == [missing]
