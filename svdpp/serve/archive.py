@@ -21,8 +21,8 @@ from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 
-#: Maximum number of clips in an archive. It limits the memory for the zip's directory and for the
-#: lines of `CLIPS_FILE`, which are kept until the archive is complete.
+#: Maximum number of clips in an archive. It limits memory, because the zip's directory and the
+#: lines of `CLIPS_FILE` are kept in memory until the archive is complete.
 MAX_CLIPS = 10_000
 #: Name of the file in the archive with the metadata of each clip, one JSON object a line.
 CLIPS_FILE = "clips.jsonl"
@@ -72,7 +72,7 @@ class Archive(StreamingResponse):
 
 
 class _Output:
-    """Write-only file object that cannot seek.
+    """Write-only file object for `zipfile`. It cannot seek.
 
     `take` returns the bytes that were written since the previous `take`.
     """
@@ -107,7 +107,8 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
             written_at = time.localtime(member.changed_at)[:6]
             info = zipfile.ZipInfo(member.name, min(max(written_at, _EARLIEST), _LATEST))
             info.external_attr = 0o644 << 16
-            # By this size, `zipfile` decides whether the member needs the larger zip64 header.
+            # `zipfile` writes a member's header before its content, and needs the size to decide
+            # between the zip and the zip64 format.
             info.file_size = member.size
             with archive.open(info, "w") as target:
                 while data := member.content.read(_READ_BYTES):
@@ -142,7 +143,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # The file may be missing because the data folder is not mounted: `check` raises then.
+            # `check` raises an error if the file is missing because its disk is not mounted.
             service.queue.store.check()
         else:
             name = _unique(clip_name(job), names)

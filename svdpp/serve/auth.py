@@ -57,15 +57,11 @@ def check_host(host: str, key_file: Path | None) -> Keys | None:
     """Return the API keys in a file. Without a file, check that `host` is a loopback address.
 
     Args:
-        host: Name or address at which the server accepts requests.
+        host: Host name or IP address on which the server listens.
         key_file: File of keys; None: the server has no keys.
 
     Returns:
         The keys; None: the server has no keys, and other machines cannot reach it.
-
-    Args:
-        host: Name or address on which the server listens.
-        key_file: File of keys; None: the server needs no keys.
 
     Raises:
         RequestError: Other machines can reach a server without keys, or the mode of the file gives
@@ -174,14 +170,14 @@ def read_secrets(path: Path) -> list[bytes]:
 def _read_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
-    """Return the match of each line of a private file, except empty lines and comments.
+    """Match each line of a private file, except empty lines and comments; return the matches.
 
     Args:
         path: Path of the file.
         what: Kind of the file for error messages, such as `API key file`.
         line: Pattern that each line has to match.
-        form: Format of a line for error messages.
-        hint: Hint of the errors about lines.
+        form: Format of a valid line, for error messages.
+        hint: Hint of the errors about malformed or missing lines.
 
     Raises:
         RequestError: The mode of the file gives access to other users.

@@ -46,14 +46,9 @@ class BatchFiles:
         """Store an uploaded file durably: the content first, then its row.
 
         Args:
-            source: Open file with the content.
+            source: Open file with the content, which is read from the beginning.
             name: File name from the client.
             owner: Owner of the file.
-
-        Args:
-            source: Lines, which are read from the current position.
-            name: Name of the file at the client.
-            owner: Owner of the API key.
 
         Raises:
             ApiError: The owner's files would have too many bytes, or the server accepts no jobs
@@ -76,7 +71,7 @@ class BatchFiles:
             self._store.put(path)
             self._table.add_file(file, MAX_FILE_BYTES_PER_KEY)
         except BackendUnavailableError:
-            raise  # the stored content is kept, because the database may have stored the file's row
+            raise  # the content is kept: the database may have stored its row before the failure
         except QueueFullError as error:
             self._store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
@@ -133,7 +128,7 @@ class BatchFiles:
     def discard(self, file: BatchFile) -> None:
         """Remove a file's content, then its row.
 
-        If the server dies in between, the row remains, so that `remove_older` removes it later.
+        If the server dies in between, the row remains, and `remove_older` removes it later.
         """
         self._store.remove(file.path(self._store.folder))
         self._table.remove_file(file.id)

@@ -24,7 +24,7 @@ MAX_LINES = 10_000
 MAX_FAULTS = 1000
 # Maximum number of characters of a `custom_id`.
 _MAX_CUSTOM_ID = 512
-# Bytes of images at which `take_lines` stops, to limit the images in memory.
+# `take_lines` stops once the images in its lines have this many bytes, to limit the memory.
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -81,8 +81,8 @@ class LineFaults:
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # An error has only one hint. If it has several faults, the hint is about the unknown
-            # field.
+            # An error has one hint, but may have several faults. The hint is then about the unknown
+            # field, so the other faults get no hint.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -254,10 +254,10 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def line_fault(error: SvdppError) -> ApiError:
-    """Return an error of the API for a fault of a line.
+    """Convert an error to the API's error for a faulty line.
 
     Raises:
-        SvdppError: `error`, if the server has caused it, and not the line.
+        SvdppError: `error` itself, if the line is not the cause, but the server.
     """
     fault = to_api_error(error)
     if fault.status >= 500:

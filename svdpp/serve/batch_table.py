@@ -1,8 +1,9 @@
 """Database tables of batches and their input files, beside the queue's table of jobs.
 
 A batch has a row in `batches`, and each line of the batch becomes a row of `jobs`. The row of the
-batch has only values that the jobs lack, such as the number of lines that are jobs already, and
-whether the batch failed or was cancelled. Counts by state, for example, are derived from the jobs.
+batch stores only what the jobs do not show, such as the number of lines that are jobs already, and
+whether the batch failed or was cancelled. Other values, such as the number of completed lines, are
+computed from the jobs.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Batch:
         total: Number of lines.
         stored: Number of lines that are jobs. Lines become jobs in order.
         loras: SHA-256 of each LoRA in the lines, by name, recorded when the batch was accepted.
-        errors: Faults because of which the batch failed, as JSON objects; see `schemas.BatchFault`.
+        errors: Faults that made the batch fail, as JSON objects; see `schemas.BatchFault`.
     """
 
     id: str
@@ -121,8 +122,8 @@ _FILE_COLUMNS = tuple(field.name for field in fields(BatchFile))
 _SELECT = f"SELECT {', '.join(_BATCH_COLUMNS)} FROM batches"
 _SELECT_FILE = f"SELECT {', '.join(_FILE_COLUMNS)} FROM batch_files"
 _JOB_COLUMNS = ", ".join(COLUMNS)
-# `finished_at` is never before `created_at`, even if the clock was set back. The limit keeps
-# transactions short.
+# `finished_at` is never before `created_at`, even if the clock was set back. LIMIT keeps the
+# transaction short.
 _CANCEL_WAITING = """
 UPDATE jobs SET state = 'cancelled',
     finished_at = CASE WHEN clock() < created_at THEN created_at ELSE clock() END
@@ -155,8 +156,8 @@ DELETE FROM batches WHERE failed_at < ?
         AND NOT EXISTS (SELECT 1 FROM jobs WHERE batch_id = batches.id))
 RETURNING id
 """
-# Open lines of each owner: jobs that have not ended, and lines that are not jobs yet. The format
-# takes a condition for the jobs.
+# Number of each owner's open lines: jobs that have not ended, and lines that are not jobs yet. `{}`
+# is replaced by a condition for the jobs.
 _OPEN_LINES = """
 SELECT owner, count(*) FROM jobs
 WHERE state IN ('queued', 'in_progress') AND {} GROUP BY owner

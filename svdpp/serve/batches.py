@@ -51,8 +51,8 @@ RETENTION_SECONDS = 86400
 
 #: API route of the requests in the lines of a batch.
 ENDPOINT = "/v1/videos"
-# Seconds between two searches for batches that another server has accepted, and between two
-# cleanups.
+# First value: seconds between two searches for batches that other servers have accepted. Second
+# value: seconds between two cleanups; see `Batches._tidy`.
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
 # Lines of one batch that are processed before another batch gets its turn: the first number while
 # images are decoded, the second while lines become jobs.
@@ -151,7 +151,7 @@ class Batches:
         if idempotency_key is not None:
             existing = self.table.find(owner.name, idempotency_key=idempotency_key)
         if existing is not None and existing.input_file == input_file_id:
-            return existing  # the input file of the earlier request may no longer exist
+            return existing  # without checks, because the input file may no longer exist
         file, total, loras = self._check_lines(owner, input_file_id, source, name)
         batch = Batch(
             id=f"batch_{secrets.token_hex(16)}",
@@ -358,7 +358,8 @@ class Batches:
         while some := take_lines(lines, _STORED_LINES):
             if faults.total:
                 return
-            # Later, the search for orphans may remove these lines' images, which no job names yet.
+            # The jobs must be stored before `until`. Later, the cleanup may remove the images of
+            # the lines, because no job needs them yet.
             until = uptime() + ORPHAN_SCAN_SECONDS / 2
             with ExitStack() as uploads:
                 try:
@@ -366,7 +367,8 @@ class Batches:
                     if faults.total or not self.table.add_lines(batch, jobs, until=until):
                         return  # the batch was cancelled, or another server has stored the lines
                 except BackendUnavailableError:
-                    # The uploads are kept, because the database may have stored the jobs.
+                    # The images are kept, because the database may have stored the jobs before the
+                    # failure.
                     uploads.pop_all()
                     raise
                 uploads.pop_all()
@@ -393,8 +395,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._request_files.save(line.request, line.job, uploads, decoded)
-            # The images were checked by an earlier server process, and now one of them cannot be
-            # decoded.
+            # The images were checked before, perhaps by an earlier server process. One of them can
+            # no longer be decoded.
             except SvdppError as error:
                 faults.add(line.number, line.custom_id, line_fault(error))
                 return
@@ -408,7 +410,7 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish cancellations that killed servers began; remove old files and empty batches."""
+        """Finish the cancellations of killed servers; remove old files and empty batches."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf

@@ -36,7 +36,7 @@ _PREPARE_SECONDS = 60.0
 
 
 class Admission:
-    """Checker that the ranks can make requested clips. Any thread may call any method.
+    """Admission check: whether the ranks can make a clip. Any thread may call any method.
 
     The route of a clip lists the ranks that run its stages and steps. Clips with the server's
     default sampling parameters pass all checks.
@@ -77,7 +77,7 @@ class Admission:
         """Check that a clip has all inputs that the model needs, and no others.
 
         Raises:
-            RequestError: An image, video or prompt is missing or superfluous.
+            RequestError: An image, video or prompt is missing, or the model does not take it.
         """
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)
@@ -136,8 +136,8 @@ class Admission:
         return None
 
 
-#: Sampling parameters on which the memory of a clip depends. It also depends on guidance, which
-#: `_shape_only` adds.
+#: Sampling parameters on which the memory of a clip depends. The memory also depends on the
+#: guidance scale, whose name differs between models, so `_shape_only` adds it.
 _SHAPE = (
     *("height", "width", "num_frames", "decode_chunk_size", "max_sequence_length"),
     *("from_image", "has_last_image", "num_references"),
@@ -145,9 +145,9 @@ _SHAPE = (
 
 
 def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
-    """Return parameters that are equal for clips with equal memory, as a key of the cache.
+    """Return the parameters on which a clip's memory depends, as a key for the cache.
 
-    Parameters on which memory does not depend have their defaults.
+    All other parameters have their defaults, so clips that need the same memory have equal keys.
     """
     names = {field.name for field in fields(sampling)}
     shape: dict[str, Any] = {name: getattr(sampling, name) for name in _SHAPE if name in names}
@@ -237,7 +237,7 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove the job's latent checkpoints."""
-        # an error means that the ranks cannot make the job, which then has no checkpoints
+        # `_metadata_and_key` fails if the ranks cannot make the job. It then has no checkpoints.
         with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 
@@ -260,8 +260,8 @@ class RequestBuilder:
         for key, step in saved - self._published_latents:
             self._store.put(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.add((key, step))
-        # Only the store's object is deleted, and no file of the folder, because a rank may have
-        # saved the same file again.
+        # Only the object in the store is deleted. A file in the folder stays, because a rank may
+        # have saved it again since the folder was listed.
         for key, step in published_latents - saved:
             self._store.remove_object(tensor_files.checkpoint_path(self.latents_folder, key, step))
             self._published_latents.discard((key, step))

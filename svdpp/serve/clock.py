@@ -1,7 +1,7 @@
 """Unix clock that ignores jumps of the machine's clock, and a check that two clocks agree.
 
-Files and jobs are deleted because of their age. If the machine's clock jumped ahead, or differed
-from the database's clock, all of them would look old, and would be deleted.
+Files and jobs are deleted because of their age. If the machine's clock jumped ahead, or was ahead
+of the database's clock, all files and jobs would look old, and would be deleted.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class SteadyClock:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `SETTLING_SECONDS` have passed since the start: NTP had time to set the clock."""
+        """Whether `SETTLING_SECONDS` have passed since the start of the server.
+
+        Before, NTP may not have set the machine's clock yet.
+        """
         return uptime() - self._created >= SETTLING_SECONDS
 
     def now(self) -> float:

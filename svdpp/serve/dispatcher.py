@@ -44,7 +44,7 @@ class Dispatcher:
         config: Resolved configuration of the pipeline.
         queue: Queue of the jobs.
         request_builder: Converter of jobs into requests.
-        on_changed: Function that gets each job after a change of its state.
+        on_changed: Function that is called with a job after each change of the job's state.
         changed: Condition that is notified when the dispatcher may have work.
         seconds_left: Function that returns the seconds until the end of the grace period; infinity
             while the server is not closing.
@@ -111,7 +111,8 @@ class Dispatcher:
         """Cancel the clips of jobs whose claims this server has lost.
 
         Args:
-            claims: Job id and fencing token of each lost claim.
+            claims: Lost claims, each as (job id, fencing token). The token is the number of the
+                claim among the job's claims; see `queue`.
         """
         for id, token in claims:
             clip = self.get(id)
@@ -168,7 +169,7 @@ class Dispatcher:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither the ranks nor the queue have a job."""
+        """Whether no job is left, neither on the ranks nor in the queue."""
         is_empty = self._is_queue_empty and not self._is_woken and self.preparing is None
         return is_empty and not self._clips
 
@@ -194,7 +195,7 @@ class Dispatcher:
         )
 
     def reset(self) -> None:
-        """Forget the indices of clips in a pipeline that has ended, before a new one starts."""
+        """Forget the clip indices of a pipeline that has ended, before the next pipeline starts."""
         self._next_clip = 0
         self.recent_jobs.clear()
         self.preparing = None
@@ -237,14 +238,15 @@ class Dispatcher:
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
-        # If the clip is still running, this server has lost an earlier claim of the same job.
+        # If the clip is still running, it belongs to an earlier claim of the job, which this server
+        # has lost. It is cancelled, and the job goes back to the queue.
         if (running := self.get(job.id)) is not None:
             self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
             return
         try:
             clip = self._request_builder(job)
-        # Another server may be able to reach the files.
+        # The job goes back to the queue, because another server may be able to reach its files.
         except BackendUnavailableError:
             self._requeue(job)
             self._check_storage()
@@ -379,8 +381,8 @@ class Dispatcher:
 
         Args:
             error: Error that has ended the ranks.
-            blamed: Ids of jobs during which ranks died. The death counts as a failed attempt. A job
-                with `MAX_ATTEMPTS` failed attempts fails, and is not requeued.
+            blamed: Ids of the jobs that ranks worked on when they died. This counts as a failed
+                attempt. A job with `MAX_ATTEMPTS` failed attempts fails, and is not requeued.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})

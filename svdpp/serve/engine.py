@@ -50,7 +50,7 @@ class Engine:
     Args:
         config: Configuration of the pipeline; the engine resolves it.
         queue: Queue of the jobs.
-        on_changed: Function that gets each job after a change of its state.
+        on_changed: Function that is called with a job after each change of the job's state.
     """
 
     def __init__(
@@ -171,10 +171,10 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _prepare_restart(self, error: Exception) -> None:
-        """Requeue the unfinished jobs after an error has ended the ranks, and wait.
+        """Requeue the unfinished jobs after an error has ended the ranks; then wait for a while.
 
-        After this method, `_run` starts the ranks again. The wait doubles with each restart without
-        a finished clip, up to `_MAX_BACK_OFF` seconds.
+        After the wait, `_run` starts the ranks again. With each restart, the wait doubles, up to
+        `_MAX_BACK_OFF` seconds. A finished clip resets the wait to `_MIN_BACK_OFF` seconds.
 
         Args:
             error: Error that has ended the ranks.

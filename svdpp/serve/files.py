@@ -22,7 +22,7 @@ from svdpp.serve.schemas import ApiError, error_response
 
 # One range of a Range header. Its offsets have at most 18 digits, which suffice for any file.
 _RANGE = re.compile(r"([0-9]{0,18})-([0-9]{0,18})")
-# Maximum number of characters of a prompt that a file name has.
+# Maximum number of characters that a file name takes from a prompt.
 _NAME_CHARACTERS = 60
 
 
@@ -42,7 +42,7 @@ class PrivateFile(FileResponse):
             name: Readable file name under which a browser saves the download.
             sha256: Hash of the content, which becomes the ETag; empty if it is not known.
             changed_at: Unix time of the content's last change, for Last-Modified. The modification
-                time of the file is not used, because each copy has another one.
+                time of the file is not used, because it differs between copies of the file.
             kind: Media type; empty: the type is guessed from the suffix of `name`.
         """
         headers = {
@@ -52,7 +52,8 @@ class PrivateFile(FileResponse):
         }
         if sha256:
             headers["ETag"] = f'"{sha256}"'
-        # Only the suffix is given: in a whole name, `guess_type` takes `data:` for a URL's scheme.
+        # `guess_type` gets only the suffix, because it takes a name that begins with `data:` for a
+        # URL.
         guessed = mimetypes.guess_type(f"file{Path(name).suffix}", strict=False)[0]
         kind = kind or guessed or "application/octet-stream"
         super().__init__(path, media_type=kind, headers=headers)
@@ -111,10 +112,11 @@ def clip_name(job: Job) -> str:
 
 
 def input_name(job: Job, path: Path) -> str:
-    """Return the readable file name of a job's input file, such as `chelsea.png`.
+    """Return the readable file name of a job's input file.
 
-    A further input file is named by its field, such as `control_video.mp4`. Its suffix follows from
-    its first bytes, because the stored file has the name of the field in place of a suffix.
+    The image gets the client's name, such as `chelsea.png`. A further input file gets the name of
+    its request field, such as `control_video.mp4`. The suffix is found from the first bytes of the
+    file, because the stored file is named `ID.control_video`.
 
     Args:
         job: Job with the input file.

@@ -34,14 +34,15 @@ from svdpp.worker.messages import ActionDone, ClipDone, Event, StepDone
 
 # Number of renewals during one lease: the lease survives two missed renewals.
 _RENEWALS_PER_LEASE = 3
-# Maximum seconds between two renewals, and of one wait for notifications of the queue.
+# Maximum seconds between two renewals.
 _MAX_SECONDS = 10.0
+# Maximum seconds of one wait for notifications from the queue.
 _LISTEN_SECONDS = 0.5
 # Mean number of free servers that a new job wakes in a large fleet. If none of the woken servers
 # claims the job, the job waits until a free server next polls the queue.
 _MAX_WOKEN = 16
-# Mean number of servers of a large fleet that, in each period of renewal, read the list of servers
-# and requeue jobs with expired claims.
+# Mean number of servers in a large fleet that read the list of servers and requeue jobs with
+# expired claims, between two renewals. The other servers leave this to them.
 _MAX_REFRESHING = 64
 # Numbers of latest measurements from which ETAs are computed: the first for encoding, decoding and
 # writing, the second for denoising steps. The numbers are small, so that ETAs soon follow a change
@@ -65,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _WorkRates:
-    """Seconds of work per pixel of a clip, by stage: `step` for each denoising step.
+    """Seconds of work per pixel of a clip, by stage. `step` is the time of one denoising step.
 
     The pixels of all frames count; see `_volume`.
     """
@@ -222,7 +223,12 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank has finished its part of `latest`."""
+        """Return the seconds until the first rank is free for another clip.
+
+        Args:
+            rates: Seconds of work per pixel.
+            latest: Clip that the ranks began last.
+        """
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
 
@@ -260,7 +266,7 @@ def _volume(sampling: SamplingConfig) -> int:
 class Fleet:
     """Servers that share a queue: this server, and what it knows of the others.
 
-    If the queue is not shared, there are no others.
+    If the queue is not shared, this server is the only one.
     """
 
     def __init__(self, queue: JobQueue, engine: Engine, capabilities: Capabilities) -> None:
@@ -276,8 +282,9 @@ class Fleet:
         )
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
-        # Before this time, no expired claim is requeued: after a start of this server or an outage
-        # of the queue, the other servers first get the time of one lease to renew their claims.
+        # Before this time, no job with an expired claim is requeued. After an outage of the queue,
+        # the claims of all servers may have expired, so each server gets one lease to renew them.
+        # The start of this server counts as an outage, because it may follow one.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the claims of this server cannot be renewed"
         self.thread = PeriodicThread(
@@ -373,7 +380,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log when this machine's clock begins, or ceases, to differ from the database's clock."""
+        """Log when this machine's clock begins or stops to differ from the database's clock."""
         try:
             self._queue.check_clock()
         except ClockError as error:

@@ -69,14 +69,15 @@ class Job:
         remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
             hidden from clients, and removed once it has ended.
         promised_seconds: ETA in the response to the request, in seconds after `created_at`.
-        error: Error because of which the job failed, as from `errors.error_to_dict`.
+        error: Error that made the job fail, as `errors.error_to_dict` returns it; None: the job has
+            not failed.
         verification: Result of the verification, which makes the clip again on one device and
             compares the two; `failed`: the comparison was not possible.
         callback_url: URL that gets a webhook once the job is completed or failed; None: no webhook.
         callback_due: Time of the next attempt to send the webhook; None once the webhook is
             delivered or given up.
-        callback_error: Error of the last attempt to send the webhook; None: the webhook was
-            delivered.
+        callback_error: Error of the last attempt to send the webhook; None: no attempt has ended,
+            or the webhook was delivered.
         batch_id: Id of the batch whose line the job is; None: the job does not belong to a batch.
         custom_id: Name that the client gave to the batch's line.
         batch_line: Index of the line in its batch, from 0.
@@ -192,7 +193,7 @@ def job_to_row(job: Job) -> dict[str, Any]:
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
-    # unset parameters are left out if servers of earlier versions of svdpp do not know them
+    # servers of earlier versions of svdpp do not know these parameters, and so cannot read the row
     for name in ("has_last_image", "num_references"):
         if not getattr(job.sampling, name):
             sampling.pop(name, None)
@@ -236,10 +237,10 @@ def _of_json(text: str | None) -> Any:
 # results are cached, because most jobs of a queue have the same parameters
 @functools.lru_cache(maxsize=256)
 def sampling_of(text: str) -> SamplingConfig:
-    """Return the sampling parameters in the JSON of the column `sampling`.
+    """Parse the sampling parameters in the column `sampling`.
 
     Args:
-        text: JSON object of a row.
+        text: JSON text from the column.
 
     Raises:
         RequestError: A newer svdpp has written the parameters.
@@ -251,7 +252,7 @@ def sampling_of(text: str) -> SamplingConfig:
 
 @functools.lru_cache(maxsize=256)
 def _loras_of(text: str) -> tuple[Lora, ...]:
-    """Return the LoRAs in the JSON of the column `sampling`."""
+    """Parse the LoRAs in the JSON text of the column `sampling`."""
     return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
 
 
@@ -284,8 +285,9 @@ VERSION = 12
 
 # `jobs.seq` orders jobs by the time of request. `jobs.due` orders the waiting jobs of one owner.
 # `owners.turn` orders the owners: the next job is from the owner with the lowest value. `jobs.turn`
-# is the value of `owners.turn` before the job was claimed. `jobs.lease_until` is NULL if the queue
-# is not shared. `jobs.lost` counts claims that expired because no server renewed them.
+# keeps the value that `owners.turn` had before the job was claimed, so that a requeue can restore
+# it. `jobs.lease_until` is NULL if the queue is not shared. `jobs.lost` counts claims that expired
+# because no server renewed them.
 _SCHEMA = f"""
 CREATE TABLE jobs (
     seq {{serial}},

@@ -13,7 +13,7 @@ from svdpp.models.lora_files import LoraFile, check_loras, lora_stem
 
 
 class LoraCatalog:
-    """LoRAs that a server offers for clips. Clients use their names, and never see a path.
+    """LoRAs that a server offers for clips. Clients see the names of LoRAs, but no paths.
 
     A job stores the hashes of its LoRAs' files. Another server makes the job only if it has files
     with the same hashes; the names of the files may differ.
@@ -116,7 +116,7 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
         )
     if len(hashes[name]) > 1:
         raise RequestError(
-            f"`loras` {name[:60]!r} is one file at some servers and another file at others",
-            "give the two files different names at the servers",
+            f"`loras` {name[:60]!r} is not the same file on all servers",
+            "rename the file on some servers, so that each name stands for one file",
             details={**details, "sha256": sorted(hashes[name])},
         )

@@ -76,7 +76,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     ),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU in watts."),
 }
-# Maximum number of ETA errors that are kept, the latest ones. The page shows their median.
+# Number of ETA errors that are kept: the latest ones. The page shows their median.
 _KEPT_ERRORS = 1000
 
 

@@ -53,8 +53,8 @@ _NETWORK: dict[str, Any] = {
     "target_session_attrs": "read-write",
     "application_name": "svdpp",
 }
-# Errors after which the connection is replaced. InternalError is among them, because a session on a
-# server that has become read-only stays read-only.
+# Errors after which the connection is replaced. InternalError is raised if a change is sent to a
+# server that has become read-only. A new connection is needed to reach a server that is not.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
 # URL of a database. Special characters in user and password must be percent-encoded.
@@ -110,9 +110,9 @@ class PostgresBackend:
     """
 
     # Each entry is a locking clause and the name of an advisory lock. A claim locks the rows of a
-    # job and its owner, so that simultaneous claims take jobs of different owners. The first clause
-    # skips locked rows. The second clause is used if all owners with jobs are locked: it waits for
-    # the other claims.
+    # job and its owner, so that simultaneous claims take jobs of different owners. The first entry
+    # skips locked rows. If all owners with jobs are locked, the second entry is used, which waits
+    # for the other claims.
     claim_locks = (
         ("FOR UPDATE OF jobs, owners SKIP LOCKED", ""),
         ("FOR UPDATE OF jobs", "take"),
@@ -120,7 +120,8 @@ class PostgresBackend:
     clock_name = "the database's"
     """End of messages such as "the clock of this machine is 90 s ahead of the database's"."""
     is_there = True
-    """Whether the database exists. Always True, because a commit fails without the database."""
+    """Whether the database exists. True without a check, because a change of a missing database
+    fails anyway. With SQLite, it would succeed."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)
@@ -172,7 +173,9 @@ class PostgresBackend:
                 raise
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query. It has a connection of its own, so no transaction delays it.
+        """Return the rows of a query.
+
+        Queries have a separate connection, so that they do not wait for transactions.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -223,8 +226,7 @@ class PostgresBackend:
             yield is_held
         finally:
             if is_held:
-                # If the connection has ended, so has the lock. The query then fails if the database
-                # still does not respond.
+                # An error is ignored: if the connection has ended, the lock has ended with it.
                 with contextlib.suppress(OutputError):
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
@@ -304,7 +306,7 @@ class PostgresBackend:
             use: Purpose of the connection: `write`, `read` or `listen`.
         """
         if not self._locks[use].acquire(timeout=_CALL_SECONDS):
-            raise self._unavailable_error("other threads use the connection for too long")
+            raise self._unavailable_error("other threads have used the connection for too long")
         try:
             with self._errors(use):
                 yield

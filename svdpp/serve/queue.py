@@ -73,16 +73,19 @@ _TOO_MANY_EXPIRED = RankError(
 class QueueFullError(SvdppError):
     """Error for a job that is rejected because the queue, or an owner's share of it, is full.
 
-    Its `details` are `open` and `limit`, and `owner` if the limit is that of an owner.
+    Its `details` are `open` and `limit`, and `owner` if the limit applies to one owner.
     """
 
 
 class _IncompatibleJobError(Exception):
-    """Error for a job that this server's ranks cannot make, with the row's `sampling`."""
+    """Error for a job that this server's ranks cannot make.
+
+    Its argument is the text in the column `sampling` of the job's row.
+    """
 
 
 class JobQueue(JobQueries):
-    """Queue of jobs. Any thread may call any method. Each change is durable before it returns.
+    """Queue of jobs. Any thread may call any method. Changes are durable when a method returns.
 
     Every method except `close` raises OutputError if the queue cannot be used. If the database does
     not answer, the error is a BackendUnavailableError, a subclass; it is then unknown whether the
@@ -366,7 +369,7 @@ class JobQueue(JobQueries):
             return connection.execute(mark, (id,)).rowcount == 1
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Set a claimed job to CANCELLED, after ranks dropped it; return whether this was done.
+        """Set a claimed job to CANCELLED after its clip was dropped; return whether this was done.
 
         Nothing changes if the claim with this token has ended.
         """
@@ -410,7 +413,7 @@ class JobQueue(JobQueries):
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA, in seconds, that the client is told; return whether the job exists."""
+        """Store the ETA that the client gets, in seconds; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:
@@ -419,7 +422,8 @@ class JobQueue(JobQueries):
         Jobs that only a newer svdpp can read are skipped, and their rows do not change.
 
         Args:
-            seconds: Seconds until the webhook is due again. `set_callback` replaces this time.
+            seconds: Seconds until the webhook is due again if the server dies. Otherwise,
+                `set_callback` stores another time.
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
@@ -525,8 +529,8 @@ class JobQueue(JobQueries):
 
     def release(self) -> None:
         """Requeue the jobs of all claims, and remove this server from the list of servers."""
-        # The claims are read from the database. If a connection fails during a claim, the database
-        # may have stored a claim of which this server does not know.
+        # The claims are read from the database. `_claims` may lack one: if the connection fails
+        # during a claim, the database may have stored it, although this server got no response.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)

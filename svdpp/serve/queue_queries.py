@@ -97,7 +97,7 @@ class JobQueries:
         return f"(state = 'in_progress' OR state = 'queued' AND {runnable})", values
 
     def get(self, id: str) -> Job | None:
-        """Return the job with an id; None: no such job exists, or a newer svdpp has stored it."""
+        """Return the job with an id; None: it does not exist, or only a newer svdpp can read it."""
         return next(iter(self._jobs("WHERE id = ?", id)), None)
 
     def is_unreadable(self, id: str, owner: str) -> bool:
@@ -223,7 +223,8 @@ class JobQueries:
 
     def unverified(self) -> list[str]:
         """Return the ids of completed jobs that have a file and no verification, newest first."""
-        # The pattern matches only a key, because quotes inside a JSON string are escaped.
+        # The pattern matches a key of the JSON, and never a part of a prompt, because quotes inside
+        # a JSON string are escaped.
         has_file = """metadata LIKE '%"file_sha256": "%'"""
         condition, values = self._verifiable
         unverified = f"{condition} AND state = 'completed' AND proof = 'none' AND {has_file}"
@@ -241,7 +242,7 @@ class JobQueries:
         return self._ids(f"remove_asked AND {sql.IS_FINAL} ORDER BY seq")
 
     def finished(self, before: float = math.inf) -> dict[str, float]:
-        """Return the unix time at which each ended job has ended, by job id, the earliest first.
+        """Return the unix time at which each job in a final state ended, by job id, oldest first.
 
         Args:
             before: Unix time; jobs that ended later are left out.
@@ -252,9 +253,9 @@ class JobQueries:
         )
 
     def clips(self) -> dict[str, int | None]:
-        """Return the token of the claim that makes or made each job's clip, by job id.
+        """Return the fencing token of the claim that makes or made each job's clip, by job id.
 
-        The token is None if the job has no clip.
+        The token is a part of the clip's file name. It is None if the job has no clip.
         """
         token = "CASE WHEN state IN ('in_progress', 'completed') THEN token END"
         return dict(self.backend.fetch_all(f"SELECT id, {token} FROM jobs"))
@@ -262,7 +263,7 @@ class JobQueries:
     def servers(self) -> list[dict[str, Any]]:
         """Return the description that each server last reported to the queue.
 
-        `id` is added, and `seen_seconds`, the seconds since the report.
+        Two values are added: the server's `id`, and `seen_seconds`, the age of its description.
         """
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"

@@ -40,7 +40,8 @@ def placeholders(values: Iterable[Any]) -> str:
 
 #: All columns of a job, for `job_from_row`.
 COLUMNS = ", ".join(COLUMN_NAMES)
-# A clock that was set back must not give a job a negative duration.
+# If the clock was set back, a job starts at its request time, and ends at its start time, so that
+# no duration is negative.
 START_TIME = "CASE WHEN clock() < created_at THEN created_at ELSE clock() END"
 BEGIN_TIME = "coalesce(started_at, created_at)"
 END_TIME = f"CASE WHEN clock() < {BEGIN_TIME} THEN {BEGIN_TIME} ELSE clock() END"
@@ -73,7 +74,8 @@ INSERT INTO owners SELECT ?, coalesce(max(turn), 0) + 1 FROM owners WHERE true
 ON CONFLICT (owner) DO UPDATE SET turn = excluded.turn
 """
 IS_EXPIRED = "coalesce(lease_until, 0) <= clock()"
-# SQL condition for a job of which `MAX_EXPIRED_LEASES` claims have expired. The job then fails.
+# SQL condition for a job that fails because `MAX_EXPIRED_LEASES` of its claims have expired.
+# `{lost}` is 1 if the claim that ends now has expired, else 0.
 IS_LAST = f"lost + {{lost}} >= {MAX_EXPIRED_LEASES}"
 REQUEUE = f"""
 UPDATE jobs SET
@@ -101,8 +103,8 @@ INSERT INTO servers VALUES (?, ?, clock())
 ON CONFLICT (id) DO UPDATE SET about = excluded.about, seen_at = excluded.seen_at RETURNING id
 """
 RESTORE_TURN = "UPDATE owners SET turn = ? WHERE owner = ? AND turn > ?"
-# This query lists the first jobs of all owners in the order of the owners' turns, then the second
-# jobs, etc.
+# This query lists the first job of each owner, in the order of the owners' turns, then the second
+# job of each owner, and so on.
 ROUND_ROBIN = """
 SELECT id, sampling FROM (
     SELECT id, sampling, coalesce(owners.turn, 0) AS turn, row_number() OVER own AS place,
@@ -111,7 +113,7 @@ SELECT id, sampling FROM (
     WHERE state = 'queued' AND {} WINDOW own AS (PARTITION BY jobs.owner ORDER BY due, seq)
 ) AS waiting ORDER BY place, turn, first_due, first_seq
 """
-# The webhook becomes due again later, in case the server is killed before it calls `set_callback`.
+# The webhook is set to be due again later, in case the server is killed before `set_callback`.
 CLAIM_CALLBACK = f"""
 UPDATE jobs SET callback_due = clock() + ?, callback_attempts = callback_attempts + 1
 WHERE callback_due <= clock() AND id = (

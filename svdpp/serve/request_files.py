@@ -36,7 +36,7 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Known results of decoders, to which the results for these files are added.
+            decoded: Results of earlier decoders. The results for these files are added.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -56,8 +56,8 @@ class RequestFiles:
         try:
             yield
         except InputError as error:
-            # The file also looks missing if the disk is not mounted. Then `check` raises the right
-            # error.
+            # If the disk is not mounted, a file looks missing. `check` then raises an error that
+            # says so.
             self._store.check()
             error.details["field"] = field_of(field_name)
             raise
@@ -76,7 +76,7 @@ class RequestFiles:
             job: New job of the request.
             uploads: Stack to which a callback for each stored file is added. The callback removes
                 the file.
-            decoded: Known results of decoders; see `UploadStore.save`.
+            decoded: Results of earlier decoders; see `UploadStore.save`.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.

@@ -50,7 +50,7 @@ from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_request, params_to_json
 
-#: Fields that clients send but a model may not accept, each with a hint for the error.
+#: Fields that some models do not accept, each with the hint of the error.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
     "lora": "this server offers no LoRAs: --lora-dir at its start names a folder of LoRA files",
@@ -128,14 +128,14 @@ def _parse_upload(value: Any) -> Any:
 
 def _decode_text(text: str) -> bytes:
     if not text.isascii():
-        # The form has the bytes of a file, but no `filename`, as `curl -F name=<FILE` sends it.
-        # Starlette decodes such bytes as latin-1 if they are not UTF-8.
+        # `curl -F name=<FILE` sends the bytes of a file without a `filename`. Starlette decodes
+        # them as latin-1 if they are not UTF-8, so encoding restores them.
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
             raise ValueError("the value is text: send a file, as curl -F name=@file does") from None
     if "://" in text[:20]:
-        raise ValueError("no URLs are fetched: send the image itself, or as a data URL")
+        raise ValueError("URLs are not fetched: send the image itself, or as a data URL")
     head, is_url, encoded = text.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
@@ -306,7 +306,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the pydantic field for LoRAs by its name; nothing if requests may use no LoRA.
+    """Return the pydantic field `lora` in a dict; an empty dict if requests may use no LoRA.
 
     Args:
         names: Names of LoRAs that requests may use; None: any name.
@@ -332,6 +332,10 @@ def _param_field(param: Param, highest: float) -> Any:
     """Return type and pydantic field of a sampling parameter.
 
     Requests may use svdpp's name of the parameter, or diffusers' name, which vLLM-Omni uses, too.
+
+    Args:
+        param: The parameter.
+        highest: Largest value that requests may use.
     """
     default = f" By default {param.shown_default}." if param.shown_default else ""
     lowest: dict[str, Any] = {"gt" if param.excludes_lowest else "ge": param.lowest}

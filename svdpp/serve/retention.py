@@ -1,8 +1,8 @@
 """Retention: removes jobs by age and total size, and files that no job needs.
 
-The files of a job are removed before the row. If the server is killed in between, the row remains,
-and the job is removed again later. So a clip without a row was not removed by this server: a part
-of the queue was lost, and the clip is kept.
+A job's files are removed before its row in the database. If the server is killed in between, the
+row remains, and a later call removes the job. So removal never leaves a clip without a row. If such
+a clip is found, a part of the queue was lost, and the clip is kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ORPHAN_SCAN_SECONDS = 3600.0
 # again if it is interrupted.
 _LATENTS_SECONDS = 7 * 86400.0
 
-#: Files that one search found, each with name, size in bytes and unix time.
+#: Files that one search found, each with name, size in bytes and unix time of the last change.
 FileSnapshot = set[tuple[str, tuple[int, float]]]
 
 
@@ -190,10 +190,12 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
 
     A server calls this at its start. A row is removed after its clip, so a clip without a row means
     that a part of the queue was lost: its file, a part of its log, or changes since a backup. An
-    image without a row belongs to a request that ended before the row was stored. If the queue is
-    shared, files of the last hour stay, because they may belong to another server's request. If the
-    queue is not shared, they stay only if it has rows and no clip lacks its row. Only regular files
-    with names as servers give them are moved.
+    image without a row belongs to a request that ended before the row was stored.
+
+    Files of the last hour stay, because they may belong to a request whose row is not stored yet.
+    There is one exception: if a queue that is not shared has no rows, or a clip in its folder has
+    no row, a part of the queue was lost, and files of any age are moved. Only regular files with
+    names as servers give them are moved.
 
     Returns:
         New paths of the moved files.

@@ -40,8 +40,8 @@ MAX_STREAMS = 1000
 MAX_STREAMS_OF_KEY = 200
 
 _MAX_IDEMPOTENCY_KEY = 255
-#: Run a function that may wait long, for a decoder or the ranks, in a thread outside of the shared
-#: thread pool.
+#: Run a function in a thread outside of the shared thread pool, because the function may wait long
+#: for a decoder or the ranks.
 run_in_own_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
@@ -76,7 +76,11 @@ LastEventId = Annotated[
 
 
 def _file_response(kind: str) -> dict[str, Any]:
-    """Return the arguments of FastAPI's decorator for a route that sends a file."""
+    """Return the arguments of FastAPI's decorator for a route that sends a file.
+
+    Args:
+        kind: Media type of the file.
+    """
     binary = {"schema": {"type": "string", "format": "binary"}}
     return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
 
@@ -179,7 +183,7 @@ def _form_fields(form: FormData) -> dict[str, Any]:
     """Return the values of a form's fields.
 
     Raises:
-        ApiError: A field is sent more than once. Only references may be.
+        ApiError: A field is sent more than once. This is allowed only for references.
     """
     items = form.multi_items()
     fields = without_repetition([(name, value) for name, value in items if name != REFERENCES])
@@ -220,7 +224,7 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
         assert job.error is not None
         raise error_from_dict(job.error)
     if not job.state.is_final:
-        text = f"the server shuts down before {id} is made"
+        text = f"the server is shutting down, and {id} is not finished"
         hint = "the clip continues after the next start of the server"
         raise ApiError(503, "closing", text, hint, retry=30, id=id)
     response = get_content(id, service, owner)
@@ -299,8 +303,8 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
         ids: Requested ids; None or empty: all completed clips of the owner.
 
     Raises:
-        ApiError: A requested clip is not completed. Or no ids were requested, and no clip is
-            completed, or more than `MAX_CLIPS` are.
+        ApiError: A requested clip is not completed. Without requested ids: no clip is completed, or
+            more than `MAX_CLIPS` clips are completed.
     """
     if ids:
         return [service.completed(id, owner).id for id in dict.fromkeys(ids)]
@@ -318,7 +322,13 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of an archive, which threads read. The archive counts as an open stream."""
+    """Yield the bytes of an archive. Meanwhile, the archive counts as an open stream.
+
+    Args:
+        service: Service of the server.
+        owner: Owner of the clips.
+        parts: Generator of the bytes. It runs in a thread, because it waits for files.
+    """
     with service.subscribers.subscribe(owner.name):
         try:
             while (part := await run_in_own_thread(next, parts, None)) is not None:

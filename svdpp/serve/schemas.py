@@ -50,8 +50,8 @@ _TYPES: Mapping[int, str] = {
     429: "rate_limit_error",
     503: "unavailable_error",
 }
-#: HTTP status and error code for each error of svdpp except `ApiError`. The first entry whose type
-#: the error has is used.
+#: HTTP status and error code for each error of svdpp except `ApiError`. The first entry whose class
+#: matches the error is used.
 _STATUS_BY_ERROR: Sequence[tuple[type[SvdppError], int, str]] = (
     (errors.OutOfMemoryError, 422, "too_large_for_memory"),
     (errors.InputError, 422, "invalid_image"),
@@ -200,7 +200,8 @@ def video_from_job(
         eta_seconds: Seconds until the clip is completed; None: unknown, or the job is final.
         expires_at: Unix time at which the files of a final job are removed; None: never, or the job
             is not final.
-        more: Further fields of an open job: `place`, `held` and `rank`.
+        more: Further fields of an open job: `place` (number of clips that begin before it), `held`
+            (reason why no server can make it) and `rank` (rank that works on it).
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps
@@ -323,7 +324,7 @@ class BatchLineResult(BaseModel):
 
 
 class BatchFault(BaseModel):
-    """Fault because of which a batch failed, mostly in one of its lines."""
+    """Fault that made a batch fail. Most faults are in a line; some concern the whole batch."""
 
     code: str
     message: str
@@ -337,7 +338,7 @@ class BatchFault(BaseModel):
 
 
 class BatchFaults(BaseModel):
-    """List of the faults because of which a batch failed."""
+    """List of the faults that made a batch fail."""
 
     object: Literal["list"] = "list"
     data: list[BatchFault]
@@ -414,8 +415,8 @@ class DeletedFile(BaseModel):
     deleted: Literal[True] = True
 
 
-#: Suffixes of the ids of a batch's result files. True: the file has the lines that failed. False:
-#: it has the completed lines.
+#: Suffixes of the ids of a batch's two result files. The value is True for the file with the failed
+#: lines, and False for the file with the completed lines.
 OUTPUT_FILES = {"_output": False, "_error": True}
 
 

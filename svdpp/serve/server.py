@@ -47,15 +47,15 @@ from svdpp.worker.routes import resolve_clip_config
 
 _BACKLOG = 512
 _KEEP_ALIVE_SECONDS = 15
-# Seconds for finishing responses during shutdown. A thousand clients that follow clips notice the
-# end within five seconds.
+# Seconds for finishing responses during shutdown. If a thousand clients follow clips, the last of
+# them gets its final event after five seconds.
 _SHUTDOWN_SECONDS = 6
 # Seconds between two searches for jobs that exceed the limits on age and on total size.
 _SWEEP_SECONDS = 60.0
 # Maximum seconds to wait for the end of each thread, which may hang in a call to the store.
 _END_SECONDS = 30.0
 # Python's thread switch interval in seconds, set to a short value. A request passes between threads
-# several times, and each time waits this long for a thread that computes, for example, ETAs.
+# several times. Each time, it waits this long if another thread is computing, for example ETAs.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -120,7 +120,7 @@ class Server:
         bound: Socket that is bound to the server's address.
         grace_seconds: Maximum seconds for clips in progress after the first signal.
         on_listening: Function to call once clients can connect.
-        on_ready: Function to call each time that the ranks become ready.
+        on_ready: Function to call each time the ranks become ready.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class Server:
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         sys.setswitchinterval(_SWITCH_SECONDS)
-        # Garbage collections stop all threads. Freezing makes them shorter, because they then leave
-        # out the many objects of torch.
+        # A garbage collection stops all threads. After `gc.freeze`, collections take less time,
+        # because they skip the many objects of torch.
         gc.collect()
         gc.freeze()
         self._catch_signals()
@@ -330,7 +330,7 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
     model["loras"] = [
         {"name": name, "sha256": sha256}
         for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
-        if not others  # servers have different files with this name
+        if not others  # otherwise, servers have different files with this name
     ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}

@@ -240,7 +240,8 @@ class Service:
                     self.queue.set_promise(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
-        # The queue fails now, but it has stored the job, so the client gets the stored job.
+        # The job is stored, but now the queue cannot be read. So the client gets the stored job,
+        # without its ETA.
         except OutputError:
             return video_from_job(stored)
 
@@ -323,7 +324,8 @@ class Service:
             except QueueFullError as error:
                 raise self._queue_full_error(error.details) from error
             except BackendUnavailableError:
-                # The uploads are kept, because the database may have stored the job.
+                # The files are kept, because the database may have stored the job before the
+                # failure.
                 uploads.pop_all()
                 if (existing := self._find_stored(job)) is None:
                     raise
@@ -394,7 +396,7 @@ class Service:
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Request the verification of a completed clip: one device makes it again, to compare both.
+        """Request the verification of a clip, which is made again on one device and compared.
 
         Raises:
             ApiError: The owner has no such completed clip, or the clip has no files.
@@ -459,7 +461,7 @@ class Service:
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make a job of any model; None if it can."""
+        """Return why this server cannot make a job, whatever the job's model; None if it can."""
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
         own_model = self.capabilities.model

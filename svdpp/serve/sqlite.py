@@ -67,8 +67,8 @@ _RESERVE_BYTES = 4 * 2**20
 class BackendUnavailableError(OutputError):
     """Error for a queue or a store that is gone or does not respond.
 
-    It is unknown whether a change was made. Dispatcher, fleet and store log the error once; other
-    callers do not log it.
+    If the failed call was a change, it is unknown whether the change was made. Dispatcher, fleet
+    and store log the error once; other callers do not log it.
     """
 
 
@@ -116,7 +116,7 @@ def disk_space(folder: Path) -> tuple[int, int]:
 class SqliteBackend:
     """SQLite database in a data folder, which one process uses at a time. Thread-safe.
 
-    Every method but `close` raises OutputError if it fails, and ClosedError after `close`.
+    Every method except `close` raises OutputError if it fails, and ClosedError after `close`.
 
     Args:
         folder: Data folder, which is created.
@@ -149,8 +149,8 @@ class SqliteBackend:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            # The log is written back into the file, so that fewer changes are lost if the log is
-            # lost later.
+            # The log is written back into the file, so that only later changes are lost if the log
+            # is lost.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
@@ -236,7 +236,7 @@ class SqliteBackend:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file is still in its place. SQLite would also write to a removed file."""
+        """Whether the file is still in its place. SQLite itself does not notice a removed file."""
         return self._on_disk() == self._opened_as
 
     def _keep_reserve(self) -> None:

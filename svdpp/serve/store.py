@@ -59,7 +59,7 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Files of the jobs: only in a folder, or in a store that servers share, with local copies.
+    """Files of the jobs, in a folder. If servers share a store, the folder only has copies.
 
     Any thread may call any method. After a failure of the store, methods that need the store raise
     StorageUnavailableError at once, until `probe` finds that the store answers again.
@@ -307,7 +307,13 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the store in the `with` block. After an error, allow only probes."""
+        """Translate errors of the store in the `with` block.
+
+        After an error of the store, other calls than probes fail at once, until a probe succeeds.
+
+        Args:
+            is_probe: Whether the block probes the store.
+        """
         if not is_probe:
             self.check()
         try:
@@ -352,6 +358,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _object_time(info: Mapping[str, Any]) -> float:
-    """Return the unix time of an object's last change; infinity if the backend does not tell it."""
+    """Return the unix time of an object's last change; infinity if the backend has no such time."""
     put_at = info.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 # Minimum seconds between two queries of one subscriber.
 _LOOK_SECONDS = 0.25
-# Maximum number of queries per second by all subscribers together, to limit the load of the CPU.
+# Maximum number of queries per second by all subscribers together, to limit the CPU load.
 _LOOKS_PER_SECOND = 200
 
 
 @dataclass
 class Subscribers:
-    """Clients that follow jobs. Each client's request polls its job by itself.
+    """Clients that follow jobs. The request of each client queries the state of its job repeatedly.
 
     Open archives are counted as clients, too.
     """

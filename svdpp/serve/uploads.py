@@ -77,7 +77,8 @@ _ERROR_PREFIX = "refused\0"
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 
-#: Results of decoders, by the image's SHA-256 and the requested number of frames.
+#: Results of decoders, by the image's SHA-256 and the requested number of frames. Each result has
+#: the values that `_RESULT` lists, as texts.
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
@@ -182,8 +183,8 @@ class UploadStore:
             further: Field of a further input file, as in `Job.further_paths`; empty: the file is
                 the image of the job.
             owner: Name of the owner who uploads the image.
-            decoded: Known results of decoders, to which the result for this image is added. An
-                image with a known result is not decoded again. None: the image is always decoded.
+            decoded: Results of earlier decoders. An image with a result is not decoded again; for
+                any other image, the result is added. None: the image is always decoded.
 
         Returns:
             The stored file, with its SHA-256, width and height.
@@ -359,10 +360,10 @@ def main(path: str, *numbers: str) -> None:
 
     Args:
         path: File to decode.
-        numbers: Process id of the server, whose end also ends this process; number of frames that a
-            clip uses of a video, 0 for an image; maximum pixels; maximum bytes of address space;
-            maximum seconds of CPU time, after which the kernel sends SIGXCPU; and maximum scans of
-            a JPEG.
+        numbers: Six integers. Process id of the server, whose end also ends this process; number of
+            frames that a clip uses of a video, 0 for an image; maximum pixels; maximum bytes of
+            address space; maximum seconds of CPU time, after which the kernel sends SIGXCPU; and
+            maximum scans of a JPEG.
     """
     parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)
@@ -370,8 +371,8 @@ def main(path: str, *numbers: str) -> None:
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         resource.setrlimit(limit, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
-    # The hard limit is higher than the soft limit. At the hard limit the kernel sends SIGKILL,
-    # which does not tell the reason.
+    # The hard limit is one second higher than the soft limit. At the soft limit the kernel sends
+    # SIGXCPU, by which the server recognizes the limit; at the hard limit it sends SIGKILL.
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds + 1))
     try:
         result = _decode(Path(path), video_frames, max_pixels, max_scans)
@@ -391,7 +392,8 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
     signature = read_signature(path)
     if not (video_frames and demuxer_of(signature)):
         _check_cost(path, max_scans)
-    # An animation is checked as a video; any other image is repeated for all frames.
+    # If the model takes a video, an animation is checked like a video. Any other image is accepted,
+    # too, and repeated for all frames.
     if video_frames:
         file = probe_video(path, video_frames, max_pixels)
     else:
@@ -402,7 +404,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
 
 
 def _check_cost(path: Path, max_scans: int) -> None:
-    """Lower the limit on CPU time to suit the image's size; reject JPEGs of too many scans."""
+    """Lower the limit on CPU time to suit the image's size; reject JPEGs with too many scans."""
     try:
         with Image.open(path, formats=FORMATS) as header:
             width, height = header.size

@@ -52,7 +52,7 @@ class Verifier:
     Args:
         queue: Queue with the jobs of the clips.
         is_idle: Function that returns whether the ranks are ready and have no work.
-        when_idle: Whether to also verify clips without a request, the newest first.
+        when_idle: Whether to also verify clips whose verification nobody requested, newest first.
         on_result: Function that the verifier's thread calls with the result of each comparison.
     """
 
@@ -159,7 +159,11 @@ class Verifier:
         self._on_result(status)
 
     def _missing_files(self, job: Job) -> str:
-        """Return a message that names a verification's missing files; empty: none is missing."""
+        """Fetch the files that a verification needs from the store.
+
+        Returns:
+            Message that names the missing files; empty: none is missing.
+        """
         clip = job.clip_path(self._folder)
         needed = {"clip": clip, "clip's JSON": clip.with_suffix(".mp4.json")}
         image = job.input_path(self._folder)

@@ -180,7 +180,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address for an attempt. Attempts take turns through the host's addresses.
+        """Return the IP address for an attempt. Each attempt uses the next address of the host.
 
         Raises:
             RequestError: The host name has an address that is not public.
@@ -266,7 +266,10 @@ def _event_body(id: str, job: Job, video: Video) -> bytes:
 
 
 def _is_public(text: str) -> bool:
-    """Whether an IP address is public and unicast. 6to4 is excluded, because it embeds IPv4."""
+    """Whether an IP address is public and unicast.
+
+    6to4 addresses are excluded, because they embed an IPv4 address, which may be private.
+    """
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv6Address):
         return address.is_global and address in _UNICAST and address.sixtofour is None

@@ -92,7 +92,7 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
         *(
             ({"json": {"input_reference": image}}, "invalid_request", "input_reference", words)
             for image, words in (
-                ("http://localhost/a.png", "no URLs are fetched"),
+                ("http://localhost/a.png", "URLs are not fetched"),
                 ({"file_id": "file-1"}, ""),
                 ("data:image/png,abc", "must be in base64"),
                 ("a photograph", "base64"),
