@@ -1,4 +1,4 @@
-"""The program `svdpp`: its commands, each imported when it runs, and its exit code."""
+"""Program `svdpp`: its commands, each of which is imported only when it runs, and its exit code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LazyGroup(LazyOptionGroup):
         if name is None:
             return name, stub, rest
         command = load_command(name)
-        # so that shell completion also proposes options that the help hides
+        # A shell completion (`resilient_parsing`) also proposes options that the help hides.
         if ctx.resilient_parsing:
             show_all_options(command)
         return name, command, rest
@@ -166,6 +166,6 @@ def run_command_line(arguments: Sequence[str]) -> int:
     # A signal that arrives before or after the command itself runs raises this exception.
     except Interrupted as error:
         return exit_code_of(error)
-    # SystemExit is raised after a completion, or if the reader of stdout has ended
+    # SystemExit is raised after a shell completion, or if the reader of stdout has ended
     except SystemExit as error:
         return 128 + signal.SIGPIPE if error.code else 0

@@ -71,10 +71,11 @@ class BenchOptions:
 def bench(console: Console, launched: World | None, options: BenchOptions) -> None:
     """Measure a pipeline against data parallel and against diffusers on one device.
 
-    Each round starts, warms up and measures these three on the same devices. If a clip's bits
-    differ from those of diffusers, the results are written and the exit code is 3; if a target of
-    the configuration is missed, 10. Under torchrun or srun the launched ranks are measured; rank 0
-    alone measures diffusers, and writes the results.
+    In each round, the pipeline, data parallel and diffusers are started, warmed up and measured one
+    after another, on the same devices. The results are written in any case. The exit code is 3 if a
+    clip's bits differ from those of diffusers, and 10 if a target of the configuration is missed.
+    Under torchrun or srun, the launched ranks are measured. Only rank 0 measures diffusers and
+    writes the results.
 
     Raises:
         VerificationError: The bits of a clip differ from those of diffusers.
@@ -176,7 +177,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return the command-line name, such as `--section.field`, of each field that errors name."""
+    """Return the override, such as `--workload.frames`, for each field that errors may name."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}

@@ -25,7 +25,7 @@ from svdpp.cli.options.declare import (
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world, was_launched
 
-# Annotation of a command's parameter that gets the launcher's world; it is not an option.
+# A command's parameter with this annotation is not an option: it gets the launcher's world.
 _LAUNCHED = World | None
 # Options whose value may be empty.
 _MAY_BE_EMPTY = ("prompt", "negative_prompt")

@@ -1,6 +1,6 @@
 """Output of commands: results to stdout, remarks and errors to stderr.
 
-No other module prints. Secrets and the home folder are redacted in all output but the lines of
+No other module prints. Secrets and the home folder are redacted in all output except the lines of
 results, which show paths as the user typed them. Control characters never reach a terminal.
 """
 
@@ -48,7 +48,7 @@ MAX_ROWS = 100
 
 
 class Stdout(RichConsole):
-    """Console of rich for stdout. If a reader such as `head` has ended, it ends the command."""
+    """Console of rich for stdout. The command ends when the reader, such as `head`, has ended."""
 
     def on_broken_pipe(self) -> None:
         """End the command, because the reader of stdout has ended; see `RichConsole`.
@@ -216,7 +216,7 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Print an error with its hint and grid; with `--json` also as JSON.
+        """Print an error with its hint and the picture of the ranks; with `--json` also as JSON.
 
         Args:
             error: Error to print. Exceptions other than SvdppError are printed as unexpected
@@ -275,7 +275,7 @@ class Console:
         return write_fields(text, option_names() | self._names)
 
     def error_record(self, error: BaseException) -> dict[str, Any]:
-        """Return an error as JSON for a result, with options in place of the fields that it names.
+        """Return an error as a dict for JSON, with options in place of the fields that it names.
 
         Args:
             error: Error of a clip or an input.

@@ -122,7 +122,9 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     for span in spans:
         ends[span.clip] = max(ends[span.clip], span.end)
     total = max(ends)
-    if len(first) < len(clips.clips):  # the others are assumed to go on at the same rate
+    if len(first) < len(
+        clips.clips
+    ):  # the other clips are assumed to take as long per step and pixel
         steps = [
             (clip.sampling or config.sampling).num_inference_steps * each
             for clip, each in zip(clips.clips, pixels, strict=True)

@@ -1,4 +1,4 @@
-"""Removal of proposals from hints of errors, if they name options that a command lacks."""
+"""Removal of proposals from hints of errors, if the proposals name options that a command lacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
 def keep_available(hint: str, options: Collection[str]) -> str:
-    """Return a hint without proposals of options that are not in `options`.
+    """Return a hint without the proposals that name an option outside of `options`.
 
     Args:
         hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus

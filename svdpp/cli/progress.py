@@ -54,7 +54,8 @@ _LINE_SECONDS = 60.0
 _FILE_BYTES = 50_000_000
 _OLD_FILES = 4
 _FORMAT = "{time:HH:mm:ss.SSS} {level: <7} rank {extra[rank]} {message}"
-# Seconds between warnings about latent checkpoints, because all ranks report a full disk.
+# Minimum seconds between two warnings that latent checkpoints cannot be written: if a disk is full,
+# all ranks report it repeatedly.
 _WARNING_SECONDS = 3600.0
 # Log level of transfers between ranks, which is between INFO and DEBUG.
 _TRANSFER = "PACKET"
@@ -73,7 +74,7 @@ class Progress(Bars):
         labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
         num_clips: Number of all clips; None: those of `schedule`.
         costs: Costs for work that is not measured yet, scaled by the ratio of the measured to the
-            assumed seconds of a step. None: only steps take time.
+            assumed seconds of a step. None: other work than steps is assumed to take no time.
         ranks: Whether to show a line for each rank, and to print a line when a clip is finished.
             False: only a summary is shown.
     """
@@ -331,8 +332,6 @@ def open_log(
     """
     logger.remove()
     logger.configure(extra={"rank": "-"}, patcher=_redact)
-    # With `diagnose=False`, tracebacks do not show the values of variables, such as keys and
-    # passwords.
 
     def sink(message: Message) -> None:
         # Further lines are indented, so that a name with a line break cannot look like a record.
@@ -340,6 +339,8 @@ def open_log(
 
     if verbosity > 0 or (warns and not quiet):
         level = ("WARNING", _TRANSFER, "DEBUG")[min(verbosity, 2)]
+        # With `diagnose=False`, tracebacks do not show the values of variables, such as keys and
+        # passwords.
         logger.add(sink, level=level, format=_FORMAT, colorize=False, diagnose=False)
     if log_file is not None:
         level = "DEBUG" if verbosity else "INFO"
@@ -460,7 +461,8 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     Args:
         pipeline: Pipeline of this rank.
         world: World that the launcher gives this process.
-        console: Console that prints why the run ended, if no other process does; once on a host.
+        console: Console that prints why the run ended, if no other process prints the reason. Only
+            one rank of each host prints.
     """
     log = logger.bind(rank=world.rank)
     if not world.on_first_host:  # on the host of rank 0, rank 0 logs the events of all ranks

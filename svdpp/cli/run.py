@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000
-# Number of existing clips that are checked without a remark, since this takes a second or two.
+# Up to this number of existing clips, the check takes a second or two, and no remark announces it.
 _FEW_CLIPS = 8
 
 # Maximum number of remarks on images that are printed. Each size of clips can cause a remark.
@@ -200,7 +200,7 @@ def run(
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand:
-    """One call of `svdpp run`: its options with the values that are parsed from them."""
+    """One call of `svdpp run`: its options, and the values that are computed from the options."""
 
     console: Console
     launched: World | None

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from svdpp.config import Lora, PipelineConfig
     from svdpp.serve.settings import ServerSettings
 
-#: Modules that each extra installs.
+#: Modules that each extra of the package, such as `svdpp[serve]`, installs.
 _EXTRAS = {
     "serve": ("fastapi", "uvicorn", "python_multipart", "prometheus_client"),
     "fleet": ("psycopg", "fsspec", "s3fs"),
@@ -317,7 +317,8 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
     from svdpp.media.output_files import private_files
 
     try:
-        # The block begins before ranks are started, because they write clips and inherit its umask.
+        # The block sets the umask. It begins before the ranks are started, because the ranks write
+        # clips and inherit the umask.
         with private_files():
             if is_secondary_rank(launched):
                 _serve_rank(console, options, launched, log)

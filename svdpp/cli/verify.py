@@ -140,9 +140,9 @@ def verify(
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    Clips of images are made by the ranks and by diffusers' unmodified pipeline in one process;
-    latents and frames are compared. Finished clips are made again and compared with their hashes.
-    The exit code is 3 if anything differs.
+    For images and prompts, the ranks and diffusers' unmodified pipeline in one process each make
+    the clips, and latents and frames are compared. Finished clips are made again and compared with
+    their hashes. The exit code is 3 if anything differs.
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.verification.clip_files import find_clips

@@ -341,7 +341,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutAppearance(ModelOptions):
-    """Model options, except those that change how clips look, but neither costs nor memory."""
+    """Model options, except those that change only how clips look, not costs or memory."""
 
     fit: Fit = "stretch"
     fps: float | None = None
