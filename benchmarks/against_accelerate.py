@@ -3,10 +3,11 @@
     python -m benchmarks.against_accelerate [--repeats 3] [--seeds 4]
 
 Both commands make the same clips with the demo model, from images to mp4 files, in two processes of
-one thread each. The commands run in turn, and each is timed from its start to its end. The
-benchmark prints the times of each round and their ratio. The plain script is `accelerate_script`,
-the usual way without svdpp: diffusers' pipeline, `split_between_processes` and `export_to_video`
-(which needs the package imageio, from the extra `comparison`).
+one thread each. The commands run one after the other, and each is timed from its start to its end.
+The benchmark prints the times of each round and their ratio. The plain script is
+`accelerate_script`. It shows the usual way without svdpp: diffusers' pipeline,
+`split_between_processes` and `export_to_video`, which needs the package imageio from the extra
+`comparison`.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
 
 
 def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[str]]:
-    """Return the commands to compare, by the name of the output folder.
+    """Return the commands to compare. The keys are the names of their output folders.
 
-    The plain script is started by torchrun, because accelerate without MPI starts only one CPU
-    process.
+    torchrun starts the plain script, because accelerate starts only one process on the CPU if MPI
+    is not installed.
     """
     ours, theirs = str(folder / "svdpp"), str(folder / "accelerate")
     return {
@@ -77,7 +78,7 @@ def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[
 
 
 def seconds(command: list[str], out: Path, num_clips: int) -> float:
-    """Run a command, check that all of its clips are complete, and return its wall seconds."""
+    """Run a command, check that all its clips are complete, and return its wall time in seconds."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.code_size [--no-clip]
 
-The files for a clip are the files of svdpp in which a function runs, in any process of `svdpp run`
-with the demo model on two CPU ranks.
+A file counts as run for a clip if any of its functions runs in any process of `svdpp run`, with the
+demo model on two CPU ranks.
 """
 
 from __future__ import annotations

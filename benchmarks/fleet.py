@@ -1,4 +1,4 @@
-"""Measure the load of many servers on one PostgreSQL, and the servers' total throughput
+"""Measure the load that many servers put on one PostgreSQL, and the throughput of all servers
 (docs/fleet.md).
 
     python -m benchmarks.fleet --servers 50 --threads 50 --rate 100 --requests 0
@@ -8,13 +8,14 @@
 The benchmark starts a database in a temporary folder. Each simulated server claims a clip,
 completes it after a delay, requests another clip (unless `--requests 0`), and renews its claim as
 `svdpp.serve.fleet` does. The delay is chosen so that all servers together complete `--rate` clips a
-second. 3,000 connections need more memory than most machines have, so the servers share the
-connections of `--threads` threads, two for each thread. `--listeners` further connections wait for
-notifications, because each real server has such a connection.
+second. A real server has three connections, but 3,000 connections need more memory than most
+machines have. So the simulated servers share the connections of `--threads` threads, two for each
+thread. `--listeners` further connections wait for notifications, as one connection of each real
+server does.
 
-With `--real`, real servers are started, each with two ranks of the dummy model, whose steps sleep
-for 100 ms. The SQL statements of one idle server are counted first. Then the throughput with a long
-queue is measured, for one server and for all servers.
+`--real 3` starts three real servers, each with two ranks of the dummy model, whose steps sleep for
+100 ms. The benchmark first counts the SQL statements of one idle server. Then it measures the
+throughput with a long queue, for one server and for all servers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _WARM_CLIPS = 6
 
 
 class Counted(psycopg.Connection[Any]):
-    """Connection of psycopg that counts the statements of all such connections in `number`."""
+    """Connection of psycopg that counts statements. `number` is the count of all connections."""
 
     number = 0
 
@@ -71,7 +72,7 @@ class Counted(psycopg.Connection[Any]):
 class Simulation:
     """Simulated servers that share the connections of one thread.
 
-    `seconds` has the duration of each call.
+    `seconds` has the durations of the calls to the queue, in seconds, by the kind of call.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Simulation:
 
 
 def _server(queue: JobQueue) -> JobQueue:
-    """Return the queue of one more server that uses the same connections."""
+    """Return a queue for one more simulated server, with the connections of `queue`."""
     other = copy.copy(queue)
     other.server = secrets.token_hex(8)
     other._claims, other._incompatible = set(), other._incompatible.copy()
@@ -133,7 +134,7 @@ def _server(queue: JobQueue) -> JobQueue:
 def _fleet_queues(
     number: int, queued: int, connections: int
 ) -> Iterator[tuple[str, list[JobQueue]]]:
-    """Create a database with queued jobs; yield its URL, and connections of servers to it."""
+    """Create a database with `queued` jobs; yield its URL and `number` queues connected to it."""
     with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
         open_one = partial(JobQueue, folder, url=server.url)
@@ -202,7 +203,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
 
 
 def _size(queue: JobQueue) -> list[int]:
-    """Return the bytes of WAL written so far, and the present bytes of tables and indexes."""
+    """Return the bytes of WAL written so far, and the current bytes of tables and indexes."""
     query = "SELECT pg_current_wal_lsn() - '0/0', pg_total_relation_size('jobs')"
     return [int(each) for each in queue.backend.fetch_all(query)[0]]
 
@@ -214,7 +215,8 @@ def _run_servers(asked: argparse.Namespace) -> None:
         queue = opened.enter_context(closing(JobQueue(folder, url=database.url)))
         jobs = int(asked.seconds * 20)
         server_options = (*DUMMY, "--time-scale", "0.2", "--queue", database.url, "--grace", "0")
-        # With a full queue, servers would not report that they are ready.
+        # The queue must have room for one more job, because a server with a full queue does not
+        # report that it is ready.
         server_options += ("--max-queue", str(jobs + 1))
         secret = folder.parent / "secret"
         secret.touch(0o600)
@@ -243,7 +245,7 @@ def _run_servers(asked: argparse.Namespace) -> None:
 
 
 def _statements(database: Postgres, seconds: float) -> int:
-    """Return the number of statements that the database executes in some seconds."""
+    """Return the number of statements that the database executes within `seconds`."""
     for value in ("all", "none"):
         database.execute(f"ALTER SYSTEM SET log_statement = '{value}'")
         database.execute("SELECT pg_reload_conf()")
@@ -253,7 +255,10 @@ def _statements(database: Postgres, seconds: float) -> int:
 
 
 def _rate(queue: JobQueue, servers: int, seconds: float) -> float:
-    """Return the clips per second, measured from the end of one clip to the end of a later clip."""
+    """Return the clips per second after a warm-up.
+
+    The measured time starts and ends when a clip is completed. It lasts at least `seconds`.
+    """
     warm = _completed(queue) + servers * _WARM_CLIPS
     while _completed(queue) < warm:
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""Compare the times of runs with forecasts, for several splits, ways of submission, and CFG pairs.
+"""Compare measured run times with forecasts, for splits, ways to submit clips, and CFG pairs.
 
     python -m benchmarks.forecasts splits      seven ranks that sleep for published times, scaled
     python -m benchmarks.forecasts one-by-one  the same ranks, clips submitted one by one
@@ -10,8 +10,9 @@
     python -m benchmarks.forecasts wan-tiles   a CFG pair that shares a long decode in tiles
     python -m benchmarks.forecasts svd         a CFG pair that computes with the demo model
 
-Benchmarks that compute need two free CPU cores. Before each measurement, the ranks make a clip to
-warm up.
+In a CFG pair, each of two ranks evaluates one branch of the classifier-free guidance. Benchmarks
+whose model computes, instead of sleeping, need two free CPU cores. Before each measurement, the
+ranks make a clip to warm up.
 """
 
 from __future__ import annotations
@@ -63,19 +64,17 @@ class Run(NamedTuple):
     steps: float
     """Seconds from the first to the last step of the first clip."""
     costs: CostModel
-    """Mean costs measured on these clips."""
+    """Mean costs of the actions, measured on the clips of this run."""
     layout: Layout
 
     def over_forecast(self, costs: CostModel) -> float:
-        """Return the run's makespan, divided by the forecast makespan of the same actions with
-        `costs`.
-        """
+        """Return the measured makespan of the run, divided by that of a forecast with `costs`."""
         spans = simulate_schedule(self.layout.schedule(self.times.clips), costs)
         return self.times.makespan / summarise(spans, self.layout.world_size).makespan
 
 
 def measure(pipeline: Pipeline, num_clips: int) -> Run:
-    """Make clips on a started pipeline, and measure only these clips."""
+    """Make clips on a pipeline that is already running, and measure only these clips."""
     config = pipeline.config
     first = 1 + max((span.clip for span in pipeline.trace.spans), default=-1)
     trace = Trace(config.world_size, first_clip=first)
@@ -87,13 +86,13 @@ def measure(pipeline: Pipeline, num_clips: int) -> Run:
 
 
 def seconds_of(spans: list[Span], *kinds: Kind) -> float:
-    """Return the seconds from the first start to the last end of actions of some kinds."""
+    """Return the seconds from the first start to the last end of the actions of `kinds`."""
     chosen = [span for span in spans if span.action.kind in kinds]
     return max(span.end for span in chosen) - min(span.start for span in chosen)
 
 
 def run(config: PipelineConfig, num_clips: int) -> Run:
-    """Start ranks, make a warm-up clip on each replica, then make and measure clips."""
+    """Start ranks, make a warm-up clip on each replica, then make and measure `num_clips` clips."""
     with Pipeline(config) as pipeline:
         measure(pipeline, config.parallel.data_parallel_size)
         return measure(pipeline, num_clips)
@@ -116,7 +115,8 @@ def _sleeping(
 def splits() -> None:
     """Compare runs of several splits with forecasts.
 
-    The forecast uses the times that the ranks sleep, so no measured cost is fitted.
+    The ranks sleep instead of computing. The forecast uses the times for which they sleep, so it
+    does not depend on any measurement.
     """
     costs = _A100.scaled(0.05)
     data_parallel = ParallelConfig(data_parallel_size=7)
@@ -126,9 +126,10 @@ def splits() -> None:
 
 
 def one_by_one() -> None:
-    """Compare clips submitted one by one with clips submitted together; the rates should be equal.
+    """Compare the rate of clips submitted one by one with that of clips submitted all at once.
 
-    A clip is submitted when at most W + 1 clips are unfinished.
+    The rates should be equal. With W ranks, at most W + 1 of the clips submitted one by one are
+    unfinished at a time.
     """
     for world_size in (4, 7):
         config = _sleeping(
@@ -157,8 +158,8 @@ def one_by_one() -> None:
 def demo() -> None:
     """Compare runs of the demo model with forecasts.
 
-    The costs are measured in the same run or in the run before, which shows how the machine's speed
-    drifts.
+    Each run is compared with two forecasts: by the costs measured in the run itself, and by the
+    costs measured in the run before. The difference shows how the machine's speed drifts.
     """
     sampling = SvdSampling(**sampling_defaults("demo"))
     config = PipelineConfig(world_size=2, model=ModelConfig(name="demo"), sampling=sampling)
@@ -182,13 +183,13 @@ def pairs() -> None:
     say("latency, pairs over ranks", paired.times.latency / ranks.times.latency)
     alone, pair = run(config(1), 1), run(config(2, parallel=ParallelConfig(cfg_parallel_size=2)), 1)
     say("one clip's steps, pair over rank", pair.steps / alone.steps)
-    # The forecast for pairs uses the times of steps and transfers that single ranks took.
+    # The forecast for pairs uses the times that single ranks took for steps and transfers.
     say("makespan, measured over forecast", paired.over_forecast(ranks.costs))
     say("one clip, measured over forecast", pair.over_forecast(ranks.costs))
 
 
 def decode() -> None:
-    """Measure the decode of a clip in eight chunks, by four ranks and by a CFG pair."""
+    """Measure the decode of a clip in eight chunks, shared by four ranks or by a CFG pair."""
     sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
     costs = CostModel(step_seconds=STEP, decode_seconds=8.0)
     config = partial(_sleeping, sampling, costs, frames=8)
@@ -220,7 +221,8 @@ def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
 
     A CFG pair keeps two cores busy. On most machines this makes both cores slower, because they
     share memory, caches and clock. So the pair is compared with a rank that works alone, and with
-    one of two ranks that each make a clip. The forecast uses the costs of the second case.
+    one of two ranks that each make a clip at the same time. The forecast uses the costs of the two
+    ranks.
     """
     config = partial(PipelineConfig, model=model, sampling=sampling, num_threads=1)
     configs = (
@@ -245,6 +247,7 @@ def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
 
 def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
     # Both ranks of a CFG pair denoise at the same time, but only one of them encodes and decodes.
+    # So the costs of encode and decode are those of a rank that works alone.
     lone, whole = rank.costs, pair.times.makespan
     costs = replace(
         ranks.costs, encode_seconds=lone.encode_seconds, decode_seconds=lone.decode_seconds
@@ -268,7 +271,7 @@ def wan() -> None:
 
 
 def wan_modular() -> None:
-    """Measure the same small Wan as a modular pipeline, whose pair runs a block twice."""
+    """Measure the small Wan of `wan` as a modular pipeline of diffusers."""
     _small_wan(WanModularSampling())
 
 
@@ -290,7 +293,7 @@ def _small_wan(sampling: SamplingConfig) -> None:
 
 
 def wan_tiles() -> None:
-    """A small Wan with a long decode, of which each rank of a pair does the half of the tiles."""
+    """Measure a small Wan with a long decode; each rank of a CFG pair decodes half of the tiles."""
     from tests.support.tiny_families import save_tiny_wan
 
     with tempfile.TemporaryDirectory() as folder:

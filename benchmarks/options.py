@@ -12,7 +12,10 @@ def parser_of(about: str | None) -> argparse.ArgumentParser:
 
 
 def options(about: str | None, **defaults: float) -> argparse.Namespace:
-    """Parse options of the command line. Each option has the type of its default value."""
+    """Parse the command line. `defaults` are the options and their default values.
+
+    Each option has the type of its default value.
+    """
     parser = parser_of(about)
     for name, default in defaults.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.serve_load [--jobs 500] [--clients 200] [--interval 1]
 
-The server makes clips of the dummy model, whose steps sleep. Half of the clients poll, each once in
-an interval; the other half follow event streams to their ends. The benchmark prints one line of
-JSON. The time of a request includes the CPU time of the client, so compare only runs on one
-machine.
+The server makes clips of the dummy model, whose steps sleep. Half of the clients poll the status of
+clips, each once in `--interval` seconds. The other half follow event streams until their clips end.
+The benchmark prints one line of JSON. The time of a request includes the client's own CPU time, so
+compare only runs on the same machine.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Load:
 
 
 async def load(url: str, asked: argparse.Namespace) -> Load:
-    """Run all clients at the same time, until all jobs have ended."""
+    """Run all clients at the same time until all jobs have ended; return the clients."""
     limits = httpx.Limits(max_connections=2 * asked.clients)
     async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits) as client:
         state = Load(client, asked.jobs, asked.interval, list(range(asked.jobs)))

@@ -1,6 +1,7 @@
-"""Writes docs/cli.md from the commands, and two parts of other pages from the code.
+"""Write docs/cli.md from the commands, and two parts of other pages from the code.
 
-These are the table of families in docs/models.md and the list of files in docs/architecture.md.
+The two parts are the table of families in docs/models.md and the list of files in
+docs/architecture.md.
 
 python docs/generate_cli_reference.py            writes them
 python docs/generate_cli_reference.py --check    exit 1 where one is not what would be written
@@ -36,7 +37,7 @@ SOURCE = TARGET.parents[1] / "svdpp"
 _TABLE = re.compile(r"(<!-- families, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
 _FILES = re.compile(r"(<!-- files, by `make docs` -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
-#: Stands for a space at which no line may end.
+#: Placeholder for a space at which a line must not be broken.
 _SPACE = "\0"
 
 _HEAD = (
@@ -45,12 +46,12 @@ _HEAD = (
 
 
 def main() -> int:
-    """Writes both pages or checks them; the process exit code."""
+    """Write or check the three pages; return the exit code."""
     parser = argparse.ArgumentParser(description="Write pages from the commands and the specs.")
     parser.add_argument("--check", action="store_true", help="compare only; 1 where one is stale")
     pages = _pages()
     if parser.parse_args().check:
-        stale = [_differs(page, wanted) for page, wanted in pages.items()]  # says all of them
+        stale = [_differs(page, wanted) for page, wanted in pages.items()]  # print every difference
         return int(any(stale))
     for page, wanted in pages.items():
         page.write_text(wanted, encoding="utf-8")
@@ -68,7 +69,7 @@ def _pages() -> dict[Path, str]:
 
 
 def _differs(page: Path, wanted: str) -> bool:
-    """Whether a page is not `wanted`; says how."""
+    """Return whether a page differs from `wanted`, and print the differences."""
     found = page.read_text(encoding="utf-8") if page.exists() else ""
     if found == wanted:
         print(f"docs/{page.name} is up to date")
@@ -81,7 +82,7 @@ def _differs(page: Path, wanted: str) -> bool:
 
 
 def families() -> str:
-    """The table of families in Markdown."""
+    """Return the table of families in Markdown."""
     lines = ["| family | models | from | pipelines | schedulers |", "|---|---|---|---|---|"]
     for each in map(describe, SAMPLING_CLASSES):
         pipelines, schedulers = (
@@ -115,7 +116,7 @@ def _first_line(path: Path) -> str:
 
 
 def reference() -> str:
-    """Return the whole page in Markdown."""
+    """Return the whole page docs/cli.md."""
     root = typer.main.get_command(app)
     blocks = [_HEAD, "# `svdpp`", _escaped(root.help or "")]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
@@ -128,7 +129,7 @@ def reference() -> str:
 
 
 def _command(command: TyperCommand) -> Iterator[str]:
-    """Yield one command's section."""
+    """Yield the blocks of one command's section."""
     show_all_options(command)
     yield f"## `svdpp {command.name}`"
     yield _escaped(command.help or "")
@@ -161,7 +162,7 @@ def _names(parameter: Any) -> str:
 
 
 def _described(parameter: Any) -> str:
-    """Return the help of a parameter with its default and its variable."""
+    """Return the help of a parameter with its default and its environment variable."""
     shown, default = parameter.show_default, parameter.default
     if not isinstance(shown, str):
         shown = str(default) if shown and default not in (None, False) else ""
@@ -172,7 +173,7 @@ def _described(parameter: Any) -> str:
 
 
 def _folded(item: str) -> str:
-    """An item of a list in lines of at most 120 characters, folded between words outside code."""
+    """Wrap a list item to lines of at most 120 characters. Code spans are not broken."""
     whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", _SPACE), item)
     lines = textwrap.wrap(
         whole, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
@@ -186,13 +187,13 @@ def _first_sentence(text: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """`text` with angle brackets that Markdown would take for tags escaped, code left alone."""
+    """Escape angle brackets outside of code spans, because Markdown would read them as tags."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(part if part.startswith("`") else part.replace("<", r"\<") for part in parts)
 
 
 def _exit_codes() -> Iterator[str]:
-    """The table of exit codes, from the errors that carry them."""
+    """Yield the heading and the table of exit codes, from the error classes."""
     rows: dict[int, tuple[str, list[str]]] = {0: ("done", [])}
     for error in _error_types(errors.SvdppError):
         _, details = rows.setdefault(error.exit_code, (error.meaning, []))
@@ -207,7 +208,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _error_types(base: type[errors.SvdppError]) -> Iterator[type[errors.SvdppError]]:
-    """`base` and every error below it that svdpp.errors defines, in the order of that file."""
+    """Yield `base` and its subclasses in svdpp.errors, in the order of their definition."""
     yield base
     for error in base.__subclasses__():
         if error.__module__ == errors.__name__:

@@ -1,4 +1,4 @@
-"""Draws the pictures of the docs: ranks and time of a real run and of plans.
+"""Draw the pictures of the docs: timelines of a real run and of plans.
 
 python docs/make_pictures.py [runs|plans]   # needs matplotlib
 """
@@ -42,7 +42,7 @@ _WIDER = [
 
 
 def main() -> None:
-    """Draws what the arguments name: pictures of runs, of plans, or both."""
+    """Draw the pictures that the arguments name: of runs, of plans, or both."""
     what = sys.argv[1:] or ["runs", "plans"]
     PICTURES.mkdir(exist_ok=True)
     if "plans" in what:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
-    """The first clips of several layouts above each other, on one axis of time."""
+    """Draw the forecast of the first clips of each layout, in panels with a common time axis."""
     panels = []
     for layout in layouts:
         rate = 60 / steady_seconds_per_clip(layout)
@@ -66,7 +66,7 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
 
 
 def rehearse_seven_ranks() -> None:
-    """Draws eight clips on seven ranks that sleep a twentieth of what an A100 takes."""
+    """Draw eight clips on seven ranks, which sleep for a twentieth of the times of an A100."""
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
     costs = _A100.scaled(0.05)
     config = PipelineConfig(
@@ -88,7 +88,7 @@ def rehearse_seven_ranks() -> None:
 
 
 def make_small(path: Path) -> None:
-    """Reduces the picture to 128 colours, which makes the file three times smaller."""
+    """Reduce a picture file to 128 colours, which makes it three times smaller."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

@@ -1,4 +1,4 @@
-"""The timeline picture: ranks x time, drawn from spans with matplotlib."""
+"""Timeline picture, drawn with matplotlib from spans: a lane for each rank, over time."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _WIDTH = 10.0
-_MARGIN = 1.5  # of title, axis and legend, for all panels together
+_MARGIN = 1.5  # inches for title, axis and legend, for all panels together
 _BAR = 0.84
-_CROWD = 12  # with more ranks, lanes are too low for words
+_CROWD = 12  # with more ranks, the lanes are too low for text
 _DPI = 140
-# Successive clips differ clearly. No colour is grey, which means waiting.
+# Colours of clips. Successive colours differ clearly. None is grey, which is the colour of waiting.
 _COLOURS = (
     *("#3b76af", "#ee8636", "#519e3e", "#c53a32", "#8d69b8"),
     *("#84584e", "#d57ebe", "#2f9aa0", "#b8a21e"),
 )
 _WAIT = "#e6e6e6"
 _HATCHES = {Kind.ENCODE: "......", Kind.DENOISE: "", Kind.DECODE: "//////"}
-# Units of the time axis: name, seconds, and the duration up to which it is used.
+# Units of the time axis: name, its length in seconds, and the longest duration in seconds for which
+# it is used.
 _UNITS = (("seconds", 1.0, 600.0), ("minutes", 60.0, 21_600.0), ("hours", 3600.0, math.inf))
 
 
 class Panel(NamedTuple):
-    """One part of the picture; all panels share the time axis."""
+    """Part of the picture with its own title. All panels share the time axis."""
 
     title: str
     spans: Sequence[Span]
-    """In seconds; the time of a panel starts at its first span."""
+    """Spans with times in seconds. The start of the first span is at 0 on the time axis."""
 
 
 def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
-    """Draw ranks x time: a colour for each clip, encode dotted, decode hatched, waiting grey.
+    """Draw a lane for each rank: a colour for each clip, encode dotted, decode hatched, idle grey.
 
     Args:
-        panels: from top to bottom; at least one, each with at least one span.
-        world_size: number of lanes in each panel.
-        path: `.svg` or `.png`; an existing file is replaced.
+        panels: Panels from top to bottom; at least one, each with at least one span.
+        world_size: Number of lanes in each panel.
+        path: Picture file, `.svg` or `.png`. An existing file is replaced.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
 
     suffix = path.suffix.lower()
     lane = max(0.13, min(0.42, 3.0 / world_size))  # in inches; two panels of 28 ranks fit a page
-    # Without date and random ids, equal spans give equal files.
+    # A fixed salt replaces matplotlib's random ids, so equal spans give equal files.
     with mpl.rc_context({"hatch.linewidth": 0.7, "svg.hashsalt": "svdpp", "font.size": 9}):
         height = len(panels) * (world_size * lane + 0.4) + _MARGIN - 0.4
         layout = ConstrainedLayoutEngine(h_pad=0.08)
@@ -110,7 +111,7 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], unit: float) -> None:
                 lane,
                 facecolors=[_COLOURS[s.action.clip % len(_COLOURS)] for s in chosen],
                 edgecolors="white",
-                # A white edge would cover a bar of a few pixels.
+                # A bar of a few pixels has no white edge, which would cover it.
                 linewidths=[0.6 if s.end - s.start > narrow else 0.0 for s in chosen],
                 hatch=hatch,
             )

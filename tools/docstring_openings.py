@@ -23,7 +23,7 @@ _MAX_BAD = 10
 
 
 class Docstring(NamedTuple):
-    """Docstring or field note, with its file and line."""
+    """Docstring of a function, class or module, or note below a field, with its file and line."""
 
     path: Path
     line: int
@@ -31,13 +31,13 @@ class Docstring(NamedTuple):
 
     @property
     def first_word(self) -> str:
-        """First word of the text, without punctuation around the word."""
+        """First word of the text, without surrounding punctuation."""
         words = self.text.split(maxsplit=1)
         return words[0].strip("\"'`*:,.;()") if words else ""
 
 
 def find_docstrings(path: Path) -> Iterator[Docstring]:
-    """Yield every docstring and field note of a file: strings that are statements."""
+    """Yield every docstring and field note of a file: each string that is a statement by itself."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):

@@ -1,13 +1,13 @@
-"""Pytest plugin that pauses processes and threads of the tests at random times for 50 to 500 ms.
+"""Pytest plugin that pauses the tests' processes and threads at random times for 50 to 500 ms.
 
     make test-jitter
     make test-jitter JITTER_SEED=7 ARGS="-m processes -k cancel"
 
-With the pauses, a test that reads a state without waiting for the state fails often, instead of
-once in a thousand runs. The plugin pauses the processes that a test has started (by SIGSTOP), the
-threads of all Python processes, and the test itself between two of its calls. During tests with the
-marker `timing`, no process is stopped, because such tests check deadlines or stop processes
-themselves.
+Some tests read a state without waiting until it is reached. Without the pauses, such a test fails
+once in a thousand runs; with the pauses, it fails often. The plugin pauses the processes that a
+test has started (by SIGSTOP), the threads of all Python processes, and the test itself between two
+function calls. During tests with the marker `timing`, no process is stopped, because these tests
+check deadlines or stop processes themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import pytest
 
 _HERE = Path(__file__).parent
 
-# Environment variables are set before tests start processes, which inherit the variables.
+# The variables are set here, before any test starts a process, because processes inherit them.
 os.environ.setdefault("JITTER_SEED", str(random.SystemRandom().randrange(10**6)))
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_HERE), os.environ.get("PYTHONPATH"))))
 

@@ -1,10 +1,9 @@
 """Pause threads at random times.
 
-Python imports this module at its start if the module's folder is on PYTHONPATH.
-
-So the processes that tests start pause their threads too. The pauses begin in a profile function,
-which Python calls at each call and return. Main threads are not paused, because they import
-libraries; `tools.jitter.plugin` stops the whole process instead.
+Python imports this module at its start if the module's folder is on PYTHONPATH. So the processes
+that tests start pause their threads too. The pauses begin in a profile function, which Python calls
+at each call and return. Main threads are not paused, because they import libraries;
+`tools.jitter.plugin` stops the whole process instead.
 """
 
 import os
@@ -20,7 +19,7 @@ _MEAN_SECONDS_BETWEEN = 1.0
 
 
 class _Thread(threading.local):
-    """Time of the present thread's next pause, and the thread's random generator."""
+    """Time of a thread's next pause, and the thread's random generator."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
@@ -29,7 +28,7 @@ class _Thread(threading.local):
 
 
 def seconds_between(chance: random.Random) -> float:
-    """Return random seconds until the next pause."""
+    """Return a random number of seconds until the next pause."""
     return chance.expovariate(1 / _MEAN_SECONDS_BETWEEN)
 
 
@@ -42,9 +41,9 @@ _own = _Thread()
 
 
 def pause(_frame: FrameType, _event: str, _argument: Any) -> None:
-    """Pause the present thread if its next pause is due."""
+    """Pause the calling thread if its next pause is due."""
     if time.monotonic() >= _own.next_pause:
-        _own.next_pause = float("inf")  # the calls below are profiled too, and must not pause again
+        _own.next_pause = float("inf")  # the profiled calls below must not pause too
         time.sleep(seconds_of_pause(_own.chance))
         _own.next_pause = time.monotonic() + seconds_between(_own.chance)
 

@@ -1,14 +1,14 @@
-"""Make the clips of a jobs file by `svdpp run` and by a server, kill both repeatedly, compare the
-clips.
+"""Soak test of batches: make the clips of a jobs file by `svdpp run` and by a server, kill both
+repeatedly, and compare the clips.
 
     python -m tools.soak.batch_soak [--jobs 200] [--faults 20] [--kills 2] [--seed 0]
 
 The model is a tiny Wan that takes a prompt with or without an image. The jobs have three sizes, and
-some use one of two LoRAs. Some lines of the file have faults. At first the file must be rejected
-with an error that names every fault. Then `--keep-going` makes the clips of the valid lines; the
-run is killed several times and resumed. `svdpp verify` compares every clip with diffusers.
-Afterwards the same file is run with `--server` at a server that is killed several times, and the
-clips of the server are compared with the clips of the run. The summary is one line of JSON on
+some use one of two LoRAs. Some lines of the file have faults. A first run must reject the file with
+an error that names every fault. A second run, with `--keep-going`, makes the clips of the valid
+lines; it is killed several times and resumed. `svdpp verify` compares every clip with diffusers.
+Then a third run sends the same file to a server (`--server`) that is killed several times, and the
+clips of the server are compared with those of the second run. The summary is one line of JSON on
 stdout; the exit code is 1 if anything is wrong.
 """
 
@@ -68,7 +68,7 @@ class Problems(list[str]):
     """List of detected problems, each in words."""
 
     def check(self, is_right: bool, text: str) -> None:
-        """Add a problem unless `is_right`."""
+        """Print and add the problem `text` if `is_right` is false."""
         if not is_right:
             print(f"WRONG: {text}", file=sys.stderr, flush=True)
             self.append(text)
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random) -> dict[str, Any]:
-    """Return the summary of one soak in `folder`."""
+    """Run the soak in `folder`, and return its summary."""
     begun, wrong = time.monotonic(), Problems()
     model = save_tiny("wan", folder / "model", image=True, expand_timesteps=True)
     (folder / "loras").mkdir()
@@ -128,7 +128,8 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
     served, server_kills = folder / "served", 0
     with Server(folder, model) as server:
-        # Device, threads and LoRA folder are left out, because the server decides them.
+        # The options for device, threads and LoRA folder are left out, because they belong to the
+        # server.
         command = ["run", "--jobs", str(jobs_file), "--model", str(model), *_SAMPLING]
         command += ["--server", server.url, "--out", str(served), "--keep-going", "--resume"]
         process = start(command, folder)
@@ -159,7 +160,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
 
 def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the fields of each job, and save the images that the fields name."""
+    """Yield the fields of `count` random jobs, and save the images that the fields name."""
     (folder / "notes.txt").write_text("no image\n")
     for index in range(6):
         image = Image.effect_noise((70 + 20 * index, 80), 60).convert("RGB")
@@ -183,7 +184,7 @@ def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict
 
 
 def _named_lines(text: str) -> set[int]:
-    """Return the numbers of the lines that an error in JSON names."""
+    """Return the line numbers that an error message in JSON names."""
     error, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     error = error.get("error", error)
     return {entry["line"] for entry in error["details"]["errors"]}
@@ -193,14 +194,17 @@ def _named_lines(text: str) -> set[int]:
 
 
 def svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command to its end."""
+    """Run a command of svdpp, and wait until it has ended."""
     process = start(arguments, folder, capture=True)
     out, err = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 
 def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subprocess.Popen[str]:
-    """Start a command in a new process group. Without `capture`, its output goes to a log file."""
+    """Start a command of svdpp in a new process group.
+
+    With `capture`, its output goes to pipes, otherwise to a log file.
+    """
     log = None if capture else (folder / "log.txt").open("a")
     pipe = subprocess.PIPE if capture else log
     return subprocess.Popen(
@@ -216,7 +220,7 @@ def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subpr
 def run_and_kill(
     command: list[str], folder: Path, made: Path, kills: bool, count: int, chance: random.Random
 ) -> int:
-    """Start a run; if `kills`, kill the run after some clips; return the run's exit code."""
+    """Start a run, and return its exit code. If `kills`, kill it after it has made some clips."""
     process = start(command, folder)
     if kills:
         wait_for_clips(process, made, chance.randint(10, max(10, count // 3)))
@@ -242,7 +246,7 @@ def metadata(clip: Path) -> dict[str, Any]:
 
 
 class Server:
-    """`svdpp serve` on a free port; `kill` kills it and starts it again."""
+    """Process of `svdpp serve` on a free port, which can be killed and started again."""
 
     def __init__(self, folder: Path, model: Path) -> None:
         with socket.socket() as free:

@@ -27,7 +27,7 @@ _BURST = 15
 
 @dataclass
 class Request:
-    """Request of one clip, and the responses that its client saw."""
+    """Request for one clip, and what the client has seen of the clip."""
 
     number: int
     form: dict[str, int]
@@ -41,7 +41,7 @@ class Request:
     completed_at: int | None = None
     retries: int = 0
     problems: list[str] = field(default_factory=list)
-    """Responses that are wrong, in words."""
+    """Descriptions of wrong responses."""
 
     @property
     def key(self) -> str:
@@ -50,7 +50,7 @@ class Request:
 
 
 def photos() -> list[bytes]:
-    """Return two small photographs as files."""
+    """Return the file contents of two small images."""
     found = []
     for seed in range(2):
         file = io.BytesIO()
@@ -61,7 +61,10 @@ def photos() -> list[bytes]:
 
 
 def requests(number: int, chance: random.Random) -> list[Request]:
-    """Return random requests. Only few differ, so that the reference clips are made quickly."""
+    """Return `number` random requests.
+
+    There are few different ones, so that few reference clips have to be made.
+    """
     fates: tuple[Fate, ...] = ("keep", "cancel", "delete", "repeat")
     return [
         Request(
@@ -80,7 +83,7 @@ def requests(number: int, chance: random.Random) -> list[Request]:
 
 
 class Clients:
-    """Concurrent clients of a server, each with one request at a time.
+    """Concurrent clients of one or several servers, each with one request at a time.
 
     Requests are sent in bursts.
     """
@@ -118,7 +121,7 @@ class Clients:
         return self.num_done == len(self._futures)
 
     def close(self) -> None:
-        """End all clients, even if their clips have not ended."""
+        """Stop all clients, even if their clips have not ended."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
@@ -161,7 +164,7 @@ class Clients:
         request.id = answer.json()["id"]
 
     def _until(self, request: Request, call: Callable[[], httpx.Response]) -> httpx.Response:
-        """Repeat a request until the server responds, however often it is killed meanwhile."""
+        """Repeat an HTTP request until a server responds, even if servers are killed meanwhile."""
         while not self._stop.is_set():
             with contextlib.suppress(httpx.TransportError):
                 answer = call()
@@ -178,7 +181,7 @@ class Clients:
         return answer.json() if answer.status_code == 200 else None
 
     def _see_the_end(self, request: Request) -> None:
-        """Wait for the clip's final state, or cancel the clip unless it has ended before."""
+        """Wait for the clip's final state, or cancel the clip before it reaches one."""
         while True:
             try:
                 if request.fate == "cancel":
@@ -197,7 +200,7 @@ class Clients:
                 raise _EndedError
 
     def _stream(self, request: Request) -> None:
-        """Read events until the stream ends for any reason."""
+        """Read the clip's events until the stream ends or breaks."""
         with self._client.stream("GET", f"/v1/videos/{request.id}/events") as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -209,7 +212,7 @@ class Clients:
 
     @staticmethod
     def _note(request: Request, video: dict[str, Any]) -> None:
-        """Record a final state; a second, different final state is a problem."""
+        """Record the clip's state if it is final. A second, different final state is a problem."""
         seen = request.status, request.completed_at
         now = video["status"], video["completed_at"]
         if request.status and seen != now:

@@ -17,7 +17,7 @@ import psutil
 
 from tests.support.processes import MARK, command_line, marked, process_ids
 
-# Value of `--timeout` in seconds. A stopped rank is detected after 0.8 of it.
+# Value of `--timeout` in seconds. The server detects a stopped rank after 0.8 times this time.
 _TIMEOUT = 12.0
 _MODEL = "demo"
 _OPTIONS = (
@@ -27,8 +27,8 @@ _OPTIONS = (
 )
 _READY_SECONDS = 180.0
 _DRAIN_SECONDS = 90.0
-# Seconds in which all processes of an ended server have to end. A fork server that is loading
-# libtorch notices the end of its server only afterwards.
+# Seconds within which all processes of a server must end after the server has ended. The time is
+# long, because a fork server notices the end of its server only after it has loaded libtorch.
 _ORPHAN_SECONDS = 30.0
 _START_LINE = "--- start\n"
 # Exit codes of a server that gets SIGTERM before Python or the command has installed a handler.
@@ -36,8 +36,8 @@ _ENDS_AT_START = (-signal.SIGTERM, 128 + signal.SIGTERM)
 _FORK_SERVER = "multiprocessing.forkserver"
 # Folder of the `sitecustomize` module that shifts the clock.
 _SITE = Path(__file__).parent / "clock"
-# Messages of errors with which a server may end at its start, because the database or the files
-# cannot be reached at that moment.
+# Error messages with which a server may end while it starts. They mean that the database or the
+# files cannot be reached at that moment.
 _AWAY_AT_START = ("does not answer", "does not belong to the queue", "cannot use the data folder")
 
 
@@ -54,7 +54,8 @@ class FaultyServer:
     ) -> None:
         """Start the server.
 
-        Without `has_clock`, the server uses the machine's clock, which cannot be set.
+        With `has_clock`, `set_clock` can shift the server's clock. Otherwise the server uses the
+        machine's clock.
         """
         self.data, self.temporary = data, folder / "tmp"
         self.temporary.mkdir(parents=True)
@@ -70,7 +71,8 @@ class FaultyServer:
         """Detected problems: processes that outlived the server, ranks that were late, and exits
         that no fault explains."""
         self._chance = chance
-        # Identifies the processes of this soak, because other soaks may run at the same time.
+        # The folder identifies the processes of this soak, because other soaks may run at the same
+        # time.
         self._mark = str(folder)
         self._client = httpx.Client(base_url=self.url, timeout=5.0, trust_env=False)
         self._process = self._start()
@@ -80,7 +82,7 @@ class FaultyServer:
         command = [sys.executable, "-m", "svdpp", "serve", "--data", str(self.data)]
         environment = {**os.environ, MARK: self._mark, "TMPDIR": str(self.temporary)}
         if self._has_clock:
-            self.set_clock(0)  # a shifted clock must not make existing clips old at the start
+            self.set_clock(0)  # with a shifted clock, the server would remove clips as too old
             paths = (str(_SITE), os.environ.get("PYTHONPATH", ""))
             environment |= {
                 "PYTHONPATH": os.pathsep.join(filter(None, paths)),
@@ -102,13 +104,13 @@ class FaultyServer:
         return self._process.poll() is None
 
     def set_clock(self, days: float) -> None:
-        """Set the clock of the server and its ranks some days ahead of the machine's clock."""
+        """Set the clock of the server and its ranks `days` days ahead of the machine's clock."""
         replaced = self._clock.with_suffix(".new")
         replaced.write_text(f"{days * 86400:+.0f}\n")
         replaced.replace(self._clock)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the server's process, and not to its ranks."""
+        """Send a signal to the server's process, but not to its ranks."""
         self._process.send_signal(number)
 
     def kill(self) -> None:
@@ -129,8 +131,8 @@ class FaultyServer:
 
     @property
     def restarts(self) -> int | None:
-        """Number of times that the present server has restarted its ranks; None if the ranks are
-        not ready.
+        """Number of times that the server's process has restarted its ranks; None if they are not
+        ready.
         """
         try:
             answer = self._client.get("/health")
@@ -152,7 +154,7 @@ class FaultyServer:
             _kill(self._chance.choice(ranks), number)
 
     def stop_a_rank(self) -> None:
-        """Stop a random rank, and wait until the server notices; sometimes kill the rank before."""
+        """Stop a random rank. Then wait until the server notices, or sometimes kill the server."""
         before, end = self.restarts, time.monotonic() + _READY_SECONDS
         if before is None:
             return
@@ -175,8 +177,9 @@ class FaultyServer:
                 _kill(rank, signal.SIGKILL)
 
     def wait_ready(self) -> bool:
-        """Wait until the ranks are ready, restarting a server that has ended; return whether they
-        were ready in time.
+        """Wait until the ranks are ready, and start the server again if it has ended.
+
+        Return False if the ranks do not become ready in time.
         """
         begun = time.monotonic()
         while not self.is_ready:
@@ -214,7 +217,10 @@ class FaultyServer:
         return code
 
     def _drained(self) -> int:
-        """Send SIGTERM and return the exit code; 0 for a server that had not begun to listen."""
+        """Send SIGTERM and return the exit code.
+
+        Return 0 if the server ended before it had begun to listen.
+        """
         self._process.terminate()
         try:
             code = self._process.wait(_DRAIN_SECONDS)
@@ -230,7 +236,7 @@ class FaultyServer:
 
 
 def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # the process has ended together with another one
+    with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
         os.kill(pid, number)
 
 
@@ -242,28 +248,29 @@ def _has_listened(log: str) -> bool:
 
 
 def fork_server_of(server: int) -> int | None:
-    """Return the fork server of a server with a process id; None if it has none now."""
+    """Return the process id of the fork server of a server's process id; None if there is none."""
     return next((pid for pid in _children(server) if _FORK_SERVER in command_line(pid)), None)
 
 
 def ranks_of(server: int) -> list[int]:
-    """Return the ranks of a server with a process id, which are children of its fork server."""
+    """Return the process ids of a server's ranks, which are children of its fork server."""
     fork_server = fork_server_of(server)
     return [] if fork_server is None else _children(fork_server)
 
 
 def _children(pid: int) -> list[int]:
-    """Return the child processes that have not ended."""
+    """Return the ids of the child processes that have not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children() if command_line(child.pid)]
     return []
 
 
 def belonging(mark: str, folder: Path) -> list[int]:
-    """Return all processes of a server, by their environment or by a file of `folder` in their
-    arguments.
+    """Return the ids of all processes of a server.
 
-    The arguments are needed for decoders of uploads, which do not inherit the environment.
+    A process belongs to the server if `mark` is in its environment or a file of `folder` is among
+    its arguments. The processes that decode uploads are found by their arguments, because they do
+    not inherit the environment.
     """
     found = {*marked(mark), *(pid for pid in process_ids() if str(folder) in command_line(pid))}
     return sorted(found - {os.getpid()})

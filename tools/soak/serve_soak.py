@@ -1,20 +1,20 @@
-"""Soak test of `svdpp serve`: kill and stop servers and their parts at random while clients use
-them.
+"""Soak test of `svdpp serve`: kill and stop servers, ranks and fork servers at random, while
+clients request clips.
 
     make soak-serve        or        python -m tools.soak.serve_soak [--jobs 300] [--faults 40]
     make soak-fleet        or        python -m tools.soak.serve_soak --servers 3
     python -m tools.soak.serve_soak --servers 3 --clocks 1 --storage 1 --database 1
 
-Clients request small clips of the demo model over HTTP, with idempotency keys, each request at a
-random server. Some clients cancel or delete their clips. Meanwhile servers, ranks or fork servers
-are killed, ranks are stopped, and servers are drained and replaced. Several servers share a
-PostgreSQL database. Then a server is also stopped for longer than a lease, the database is stopped
-or restarted, or its connections are ended. With `--clocks 1`, the clocks of servers jump by days,
-and servers remove clips after a day. With `--storage 1`, the data folder is unavailable for a
-while, as if its disk were not mounted. With `--database 1`, the database also hangs or becomes
-read-only. At the end every job must have ended once, every latent must equal that of a pipeline
-without faults, and no row, file or process may be left. The summary is one line of JSON on stdout;
-the exit code is 1 if anything is wrong.
+Clients request small clips of the demo model over HTTP, with idempotency keys. Each request goes to
+a random server. Some clients cancel or delete their clips. Meanwhile servers, ranks or fork servers
+are killed, ranks are stopped, and servers are drained and replaced. With `--servers 3`, the servers
+share a PostgreSQL database. Then a server is also stopped for longer than a lease, the database is
+stopped or restarted, or its connections are closed. With `--clocks 1`, the clocks of servers jump
+by days, and servers remove clips after a day. With `--storage 1`, the data folder is unavailable
+for a while, as if its disk were not mounted. With `--database 1`, the database also hangs or
+becomes read-only. At the end, every job must have ended exactly once, every latent must equal that
+of a pipeline without faults, and no row, file or process may be left behind. The summary is one
+line of JSON on stdout; the exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from tools.soak.serve_server import FaultyServer, belonging
 
 _LEASE = 6.0
 _SECONDS_BETWEEN = 5.0
-# Expected seconds from a fault until most servers are ready for the next fault.
+# Typical number of seconds from a fault until most servers are ready for the next fault.
 _SECONDS_OF_FAULT = 12.0
 # Probability that a fault waits until servers are ready. Other faults hit servers and ranks that
 # are still starting.
@@ -65,7 +65,7 @@ _END = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application
 
 
 class AnyServer(httpx.HTTPTransport):
-    """HTTP transport that sends each request to a random one of several ports."""
+    """HTTP transport that sends each request to a random port, and so to a random server."""
 
     def __init__(self, ports: list[int], chance: random.Random) -> None:
         super().__init__()
@@ -124,11 +124,11 @@ class FaultyServers:
         ]
 
     def fault(self) -> None:
-        """Inject one fault, mostly after half of the servers have become ready again."""
+        """Inject one fault, usually after more than half of the servers are ready again."""
         if self._chance.random() < _AFTER_START:
             _wait(lambda: 2 * sum(map(self._is_ready, self.servers)) > len(self.servers))
         time.sleep(self._chance.uniform(0.2, 1.8) * _SECONDS_BETWEEN)
-        # A random kind of fault is chosen among those that occurred least often.
+        # The kind of fault is a random one of the kinds that have occurred least often so far.
         least = min(self.faults[what] for what in self._inflicts)
         what = self._chance.choice([w for w in self._inflicts if self.faults[w] == least])
         self.faults[what] += 1
@@ -140,7 +140,7 @@ class FaultyServers:
         return server.is_ready or (not server.is_running and server.wait_ready())
 
     def are_ready(self) -> bool:
-        """Return whether all servers are ready. Servers that have ended are started again."""
+        """Start servers that have ended again; return whether all servers are ready."""
         return all(map(self._is_ready, self.servers))
 
     def _stop_server(self, server: FaultyServer) -> None:
@@ -171,8 +171,8 @@ class FaultyServers:
     def _unmount(self) -> None:
         """Replace the data folder by an empty folder for a while.
 
-        Without a database, all servers must be ready before, because a starting server would create
-        a queue there.
+        Without a database, the queue is a file in the data folder. A server that is starting would
+        create a new queue in the empty folder, so all servers must be ready before.
         """
         if self._database is None:
             _wait(self.are_ready)
@@ -190,7 +190,7 @@ class FaultyServers:
     def _make_read_only(self, database: Postgres) -> None:
         """Make the database read-only for a while.
 
-        Only new sessions are affected, so most of the existing sessions are ended.
+        The setting affects only new sessions, so most of the existing sessions are ended.
         """
         change = "ALTER DATABASE postgres SET default_transaction_read_only = {}"
         database.execute(change.format("on"))
@@ -199,14 +199,14 @@ class FaultyServers:
         database.execute(change.format("off"))
 
     def jobs(self) -> list[Job]:
-        """Return all jobs, after removing the files that servers would remove within an hour."""
+        """Return all jobs. First remove the files that servers would remove within two hours."""
         url = None if self._database is None else self._database.url
         with contextlib.closing(JobQueue(self.data, url=url)) as queue:
             remove_leftovers_now(queue)
             return queue.page(owner="", limit=10**6)
 
     def wrong_files(self, *temporary: Path) -> list[str]:
-        """Return files without a job, missing files of jobs, and files in `temporary` folders."""
+        """Describe files without a job, missing files of jobs, and files in `temporary` folders."""
         jobs = self.jobs()
         expected = (
             {"queue.sqlite3", "lock", RESERVE_FILE} if self._database is None else {"queue.id"}
@@ -223,7 +223,7 @@ class FaultyServers:
         return left + [f"temporary: {path}" for folder in temporary for path in folder.iterdir()]
 
     def close(self) -> list[str]:
-        """End all servers by SIGTERM, as an administrator does; return detected problems."""
+        """End all servers by SIGTERM, as an administrator does; return descriptions of problems."""
         with ThreadPoolExecutor(len(self.servers)) as threads:
             codes = list(threads.map(FaultyServer.stop, self.servers))
         time.sleep(1.0)
@@ -304,7 +304,7 @@ def _use(
             faulty.fault()
             print(f"{clients.num_done} done", file=sys.stderr, flush=True)
         end = time.monotonic() + _HANG_SECONDS + _SECONDS_OF_JOB * asked.jobs
-        # After the last fault, servers may still be starting.
+        # Wait for servers that are still starting after the last fault.
         while not (faulty.are_ready() and clients.are_done) and time.monotonic() < end:
             time.sleep(0.2)
     finally:
@@ -315,8 +315,8 @@ def _use(
 
 
 def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
-    """Return problems of jobs: lost, duplicated, ended twice, or in another state than the client
-    saw.
+    """Return descriptions of wrong jobs: lost, duplicated, ended twice, or in another state than
+    the client saw.
     """
     wrong = [f"{job.id}: not ended" for job in jobs if job.finished_at is None]
     keys = Counter(job.idempotency_key for job in jobs)
@@ -340,7 +340,10 @@ def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
 
 
 def _unexplained_failures(jobs: list[Job]) -> list[str]:
-    """Return failed jobs that did not lose two attempts to dying ranks."""
+    """Return descriptions of failed jobs, except those whose ranks died twice.
+
+    A job may fail after its ranks have died twice, because the server then gives up.
+    """
     return [
         f"{job.idempotency_key}: {job.error}"
         for job in jobs
@@ -350,7 +353,7 @@ def _unexplained_failures(jobs: list[Job]) -> list[str]:
 
 
 def _wrong_clips(asked: list[Request], data: Path, done: list[Job]) -> list[str]:
-    """Return completed clips whose latents differ from the reference."""
+    """Return descriptions of completed clips with a wrong latent, file or JSON."""
     by_id = {request.id: request for request in asked}
     expected = _reference([by_id[job.id] for job in done])
     wrong = []
@@ -370,8 +373,8 @@ def _kind(request: Request) -> tuple[int, ...]:
 
 
 def _reference(asked: list[Request]) -> dict[tuple[int, ...], str]:
-    """Return the reference latents of each different request, from a pipeline of one rank without
-    faults.
+    """Return the hash of the final latent of each different request, from a pipeline of one rank
+    without faults.
     """
     kinds = {_kind(request): request for request in asked}
     config = PipelineConfig(

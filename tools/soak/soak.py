@@ -5,8 +5,8 @@
 The run makes 200 clips of the dummy model on 4 ranks. About once a minute a random fault occurs: a
 rank or the parent process is killed, a rank is stopped, or the parent gets a signal. After each
 fault the run is started again. The soak prints one line for each start of the run. At the end it
-prints the numbers of hangs, orphaned processes and wrong clips, which must be 0, and the growth of
-the parent's memory, which must be under 5%. Otherwise the exit code is 1.
+prints the numbers of hangs, orphaned processes and wrong clips, which must be 0. It also prints the
+growth of the parent's memory, which must be at most 5%. If a number is wrong, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from tests.support.processes import MARK, marked
 
 CONFIG = PipelineConfig(
     world_size=4,
-    # Steps sleep half a second, whatever the machine's load, so that faults hit every kind of
-    # action.
+    # Steps sleep for half a second, which does not depend on the machine's load. So there is time
+    # for faults to hit every kind of action.
     model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 32, 32), dummy_sleeps=True),
     costs=CostModel(step_seconds=0.5),
     sampling=SvdSampling(num_inference_steps=28),
@@ -142,8 +142,9 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
 def _disturb(
     worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
 ) -> str:
-    """Wait for a random time, and inject a fault; return the fault's name, empty if the run ended
-    before.
+    """Wait for a random time, and inject a fault.
+
+    Return the fault's name, or an empty string if the run ended before the fault.
     """
     until = time.monotonic() + chance.uniform(0.5, 1.5) * between
     while time.monotonic() < until:
@@ -160,7 +161,7 @@ def _disturb(
 
 
 def _wait_for_none_left(mark: str) -> int:
-    """Return the processes of the run that still exist a second after the run's end."""
+    """Return how many processes of the run still exist after a second, and kill them."""
     deadline = time.monotonic() + 1.0
     while (left := marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -170,13 +171,16 @@ def _wait_for_none_left(mark: str) -> int:
 
 
 def _growth(results: list[Path]) -> list[float]:
-    """Return the relative growth of the parent's memory from its second to its last clip."""
+    """Return the relative growth of the parent's memory from its second to its last clip.
+
+    The list has one number, or none if there are fewer than three clips.
+    """
     sizes = [json.loads(path.read_text())["rss_bytes"] for path in results[1:]]
     return [sizes[-1] / sizes[0] - 1] if len(sizes) > 1 else []
 
 
 def wrong_clips(folder: Path) -> list[int]:
-    """Return finished clips whose latent differs from that of a plain loop in this process."""
+    """Return the indices of finished clips whose latent differs from that of a plain loop here."""
     device.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape), steps, torch.device("cpu"))
@@ -189,7 +193,7 @@ def wrong_clips(folder: Path) -> list[int]:
     return wrong
 
 
-# --- in the run's process: make the missing clips until all are done or a fault ends the run -----
+# --- code of the run's process: make missing clips until all are done or a fault ends the run -----
 
 
 def missing(folder: Path, num_clips: int) -> list[int]:
@@ -199,7 +203,7 @@ def missing(folder: Path, num_clips: int) -> list[int]:
 
 
 def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
-    """Return a request for each of `clips`, which resumes from the latest latent checkpoint."""
+    """Return a request for each of `clips`. It resumes from the clip's latest latent checkpoint."""
     found = []
     for clip in clips:
         key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
@@ -213,7 +217,7 @@ def _say(**what: object) -> None:
 
 
 def work(folder: Path, num_clips: int) -> None:
-    """Make the missing clips."""
+    """Make the clips that have no result yet, and save the result of each."""
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:

@@ -2,9 +2,9 @@
 
 Python imports this module at its start.
 
-libfaketime 0.9.10 is not suitable. If it leaves the monotonic clock alone, `time.sleep` of Python
-3.11 raises EINVAL. If it fakes the monotonic clock too, all deadlines jump, which never happens on
-a real machine.
+libfaketime 0.9.10 is not suitable. If it does not fake the monotonic clock, `time.sleep` of Python
+3.11 raises EINVAL. If it fakes the monotonic clock, all deadlines jump, which never happens on a
+real machine.
 """
 
 from __future__ import annotations
