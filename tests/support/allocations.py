@@ -1,4 +1,4 @@
-"""Measurement of the memory that torch allocates on the CPU."""
+"""Measurement of the peak memory that torch allocates on the CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 def allocated_peak(work: Callable[[], object]) -> int:
     """Return the peak bytes that torch's CPU allocator allocates during `work`."""
     with torch.no_grad():
-        work()  # in the first run, oneDNN also allocates memory for its kernels
+        work()  # not measured, because oneDNN allocates memory for its kernels in the first run
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
             work()
     live = peak = 0

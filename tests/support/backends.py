@@ -1,4 +1,4 @@
-"""Real PostgreSQL servers, and OpenStack Swift servers with an S3 API, in temporary folders."""
+"""Real servers in temporary folders: PostgreSQL, and OpenStack Swift with an S3 API."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tests.support.processes import wait_until
 
 # --- PostgreSQL -----------------------------------------------------------------------------------
 
-#: Folders with PostgreSQL's programs. On Debian, each version has a folder of its own.
+#: Folders with PostgreSQL's programs, the newest version last. Debian has a folder for each
+#: version.
 _FOLDERS = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda path: int(path.parent.name))
 
 
 class Postgres:
-    """PostgreSQL server. `url` names its database `postgres`."""
+    """Process of a PostgreSQL server. `url` is the URL of its database `postgres`."""
 
     def __init__(self, folder: Path, programs: Path, *, fsync: bool, connections: int) -> None:
         self.folder, self._programs = folder, programs
@@ -85,7 +86,10 @@ class Postgres:
 
 
 def _user() -> str | None:
-    """Return the user who runs PostgreSQL, because PostgreSQL refuses to run as root."""
+    """Return the user name for PostgreSQL, which refuses to run as root.
+
+    None means the current user.
+    """
     if os.getuid() != 0:
         return None
     with contextlib.suppress(KeyError):
@@ -105,7 +109,7 @@ def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[
     programs = _FOLDERS[-1] if _FOLDERS else Path(found).parent if found else None
     if programs is None:
         pytest.skip("needs PostgreSQL: apt-get install postgresql")
-    # A folder outside of the tests' folders, which other users cannot read.
+    # The folder is not below the tests' folders, because PostgreSQL's user cannot read those.
     with tempfile.TemporaryDirectory(prefix="svdpp-postgres-", dir="/tmp") as name:
         folder = Path(name)
         if (user := _user()) is not None:
@@ -114,7 +118,7 @@ def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[
         try:
             yield server
         finally:
-            # Raised if a test has stopped the server.
+            # The call fails if a test has already stopped the server.
             with contextlib.suppress(subprocess.CalledProcessError):
                 server.stop()
 
@@ -156,8 +160,9 @@ location = us-east-1
 use = egg:swift#tempauth
 user_svdpp_tests = secret-of-tests .admin
 """
-# Patch for eventlet 0.33 of Debian 12. It sends a chunk at the end of a HEAD response without a
-# length, and the client would take the chunk for the beginning of the next response.
+# Workaround for eventlet 0.33 of Debian 12. If the response to HEAD has no Content-Length, eventlet
+# sends a final chunk after it, and the client reads the chunk as the beginning of the next
+# response. So this filter adds a length.
 _HEAD = """
 def factory(*_, **__):
     def filter(app):
@@ -174,7 +179,7 @@ def factory(*_, **__):
 
 
 class Swift:
-    """S3 server with one bucket. `url` names a folder in the bucket."""
+    """Swift server with an S3 API and one bucket. `url` is the URL of a folder in the bucket."""
 
     url = "s3://tests/fleet"
 
@@ -225,7 +230,7 @@ class Swift:
         return "\n".join(path.read_text()[-2000:] for path in self._folder.glob("*.log"))
 
     def _make_ring(self, part: str) -> None:
-        """Create Swift's rings with one device and one copy of each object."""
+        """Create Swift's ring file for `part`, with one device and one copy of each object."""
         device = f"r1z1-127.0.0.1:{self._ports[part]}/disk"
         builder = str(self._folder / f"{part}.builder")
         for arguments in (["create", "2", "1", "0"], ["add", device, "1"], ["rebalance"]):

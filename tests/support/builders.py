@@ -36,7 +36,7 @@ def small_svd(world_size: int, *, steps: int = 6, **changes: Any) -> PipelineCon
 
 
 def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", seed: int) -> Path:
-    """Save a LoRA for one denoiser of `checkpoint` as `file`, and return the path."""
+    """Save a random LoRA for the denoiser `part` of `checkpoint` as `file`, and return the path."""
     index = json.loads((checkpoint / "model_index.json").read_text())
     model = getattr(diffusers, index[part][1]).from_pretrained(checkpoint / part)
     with torch.random.fork_rng(devices=[]):
@@ -44,7 +44,7 @@ def save_tiny_lora(checkpoint: Path, file: Path, *, part: str = "transformer", s
         targets = ["to_q", "to_k", "to_v", "to_out.0"]
         model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=targets))
         for name, parameter in model.named_parameters():
-            # PEFT initialises these weights with zeros, so the LoRA would have no effect.
+            # PEFT initialises these weights with zeros, with which the LoRA would have no effect.
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
     getattr(diffusers, index["_class_name"]).save_lora_weights(

@@ -1,4 +1,4 @@
-"""Inputs of the clips that test cases make, and verification of a case by real ranks."""
+"""Input files for the clips of test cases, and verification of a case by real ranks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from svdpp.verification.verify import verify
 from tests.support.family_case import Case
 from tests.support.range_checks import PROMPT, photograph
 
-#: Frames of the input videos: more than any case reads.
+#: Number of frames of each input video; no case reads so many.
 _NUM_FRAMES = 120
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths of input files."""
+    """Paths of input images and input videos."""
 
     images: tuple[str, ...]
     videos: tuple[str, ...]
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def create_inputs(folder: Path) -> Inputs:
-    """Write images, and videos of noise, to a folder."""
+    """Write four images, and four videos of noise, to a folder."""
     images = [folder / f"{seed}.png" for seed in range(4)]
     videos = [folder / f"{seed}.mp4" for seed in range(4)]
     for seed, (image, video) in enumerate(zip(images, videos, strict=True)):
@@ -57,7 +57,7 @@ def create_inputs(folder: Path) -> Inputs:
 def verify_case(
     case: Case, model: ModelConfig, inputs: Inputs, *, world_size: int, **options: Any
 ) -> VerificationResult:
-    """Make two clips of a case by real ranks, and compare them with those of diffusers.
+    """Make two clips of a case on real ranks, and compare them with the clips of diffusers.
 
     Args:
         case: Case whose clips are made.

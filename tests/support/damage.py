@@ -1,4 +1,4 @@
-"""Faults that tests inject into the processes of ranks, by replacing functions there."""
+"""Faults that tests inject into ranks, by replacing functions in the ranks' processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from svdpp.worker.tensor_files import solver_history
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `latent` whose middle element is the next larger number of its dtype."""
+    """Return a copy of `latent` with the middle element increased to the dtype's next number."""
     changed = latent.clone().contiguous()
     middle = changed.view(-1)[changed.numel() // 2]
     middle.copy_(torch.nextafter(middle, torch.full_like(middle, torch.inf)))
@@ -44,7 +44,7 @@ def ask_for_too_much() -> torch.Tensor:
 
 
 def damaged_packets(field: str, packet: Packet) -> list[Packet]:
-    """Return the packets that are sent instead of a packet: changed, none, or the packet twice.
+    """Return the packets that are sent instead of `packet`: a changed one, none, or `packet` twice.
 
     Args:
         field: Kind of damage; see the cases below.
@@ -73,21 +73,23 @@ def damaged_packets(field: str, packet: Packet) -> list[Packet]:
 
 @dataclass(frozen=True)
 class Damage:
-    """Fault at one rank and clip. It is pickled to every rank, and each rank calls it at its start.
+    """Fault at one rank and clip.
+
+    The object is pickled and sent to every rank, and each rank calls it when it starts.
 
     Kinds: `hang` hangs at `place` until the file `until` exists (without `until`, forever), while
-    heartbeats continue. `raise` raises at `place`, after the file `until` exists (without `until`,
-    at once). `ulp` changes one element of the latent that the rank sends to the next larger
-    floating-point number. `state` changes an element of a multistep solver's history in the same
-    way, and `prediction` an element of the first prediction that a rank of a CFG pair sends. `skip`
-    omits the rank's first step of the clip. `nan` fills the latent that the rank receives with NaN.
-    `header` changes the field `field` of the header that the rank sends. `memory` allocates more
-    memory than the machine has at `place`. `packet` changes the packet that the rank sends, by the
-    kind of damage `field`; see `damaged_packets` and `_damage_payload`.
+    heartbeats continue. `raise` raises an error at `place`, after the file `until` exists (without
+    `until`, at once). `ulp` increases one element of the latent that the rank sends to the next
+    floating-point number. `state` does this to an element of a multistep solver's history, and
+    `prediction` to an element of the first prediction that a rank of a CFG pair sends. `skip` omits
+    one of the rank's steps of the clip. `nan` fills the latent that the rank receives with NaN.
+    `header` changes the field `field` of the header that the rank sends. `memory` requests more
+    memory than any machine has, at `place`. `packet` damages the packet that the rank sends;
+    `field` is the kind of damage (see `damaged_packets` and `_damage_payload`).
 
-    Places: `start` (before the rank's first report) and `load` (while the model is loaded), both
-    before all clips; `step<k>` (step k of the clip); `step` (the clip's first step on this rank);
-    or the name of another action.
+    Places before the first clip: `start` (before the rank's first report) and `load` (while the
+    model is loaded). Places in the clip `clip`: `step<k>` (before step k, from 0), `step` (before
+    the clip's first step on this rank), or the name of an action, such as `decode`.
     """
 
     kind: str
@@ -109,7 +111,7 @@ class Damage:
             self._damage_packets()
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
-        """Return whether this fault has the given kind, rank and clip."""
+        """Return whether this fault is of kind `kind`, and at the given rank and clip."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def is_at(self, rank: int, clip: int, place: str) -> bool:
@@ -178,8 +180,8 @@ class Damage:
         if self.strikes("nan", *place):
             tensors = {**tensors, LATENTS: torch.full_like(tensors[LATENTS], torch.nan)}
         if self.strikes("skip", *place):
-            # After ENCODE the solver must begin with step 0, so the last step is omitted instead of
-            # the first one.
+            # The rank's first step is omitted, except on the first rank. There the solver must
+            # begin with step 0, so the last step is omitted.
             start, end = (start + 1, end) if start else (start, end - 1)
         tensors = model.denoise(tensors, start, end, *rest)
         name = LATENTS
@@ -208,7 +210,7 @@ class Damage:
         Transport.send = damaged  # type: ignore[method-assign, assignment]
 
     def _damage_payload(self, sending: SimpleNamespace) -> None:
-        """Drop the payload's last bytes, or change a byte once the checksum has been computed."""
+        """Drop the payload's last bytes, or change a byte after the checksum has been computed."""
         flatten, pack, payloads = link.flatten, link.pack_metadata, list[torch.Tensor]()
 
         def flatten_damaged(tensors: Tensors, device: torch.device) -> torch.Tensor:

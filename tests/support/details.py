@@ -8,16 +8,16 @@ from typing import Any
 
 from svdpp.errors import SvdppError
 
-# Number in a sentence: a separate word, with a unit, or joined to another number by an x. Digits in
-# names, paths or options do not match.
+# Number in a sentence, possibly with a unit, or as a part of a size such as 64x48. Digits in names,
+# paths or options do not match.
 _NUMBER = re.compile(r"(?<![\w./:@#-])-?\d[\d,]*(?:\.\d+)?(?=x\d|[^\w./:-]|[.,:;)]?(?:\s|$)|$)")
-# Text whose numbers are ignored: quoted text, which has names and the user's input, and names of
-# models with a version.
+# Text whose numbers are ignored: quoted names and user input, paths, options, and the version in
+# the name of a model.
 _QUOTED = re.compile(r"Wan 2\.\d|'[^']*'|\"[^\"]*\"|`[^`]*`|\S*/\S*|--?\S+")
 
 
 def numbers_not_in_details(error: SvdppError) -> list[str]:
-    """Return the numbers of the sentence that no value of `details` shows."""
+    """Return the numbers of an error's sentence that are not among the values of its `details`."""
     shown = {text for value in _flatten(error.details) for text in _texts(value)}
     sentence = _QUOTED.sub(" ", error.message)
     numbers = (found[0].rstrip(",").replace(",", "") for found in _NUMBER.finditer(sentence))
@@ -36,7 +36,7 @@ def _flatten(value: Any) -> Iterator[Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the texts by which a sentence may show `value`: rounded, or bytes in GiB, MiB or GB."""
+    """Yield the ways to write `value` in a sentence: rounded, or bytes in GiB, MiB or GB."""
     if isinstance(value, str):
         yield from re.findall(r"-?\d+(?:\.\d+)?", value)
     if isinstance(value, bool) or not isinstance(value, int | float):

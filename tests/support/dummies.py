@@ -16,7 +16,7 @@ from svdpp.worker.tensor_files import tensor_sha256
 
 SHAPE = (1, 4, 2, 8, 8)
 
-#: Timeout in seconds, far longer than any of these tests takes.
+#: Timeout in seconds, much longer than any test takes.
 HANG_SECONDS = 300
 
 
@@ -30,7 +30,7 @@ def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineCo
 
 
 def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
-    """Compute a latent in this process, on one thread: the state after `steps` of `total` steps."""
+    """Return the latent after `steps` of `total` steps, computed in this process on one thread."""
     model = DummyModel(LatentSpec(shape=SHAPE), total, torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,7 +42,7 @@ def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
 
 
 def plain_hashes(steps: int, *seeds: int) -> list[str]:
-    """Compute the hash of a clip's last latent in this process, for each seed."""
+    """Return the hash of the last latent of each seed, computed in this process."""
     return [tensor_sha256(plain_latent(seed, steps, steps)) for seed in seeds]
 
 
@@ -52,7 +52,7 @@ def hashes(results: Iterable[ClipResult]) -> list[str]:
 
 
 def clips(*seeds: int) -> list[ClipRequest]:
-    """Return one request for each seed."""
+    """Return a clip request for each seed."""
     return [ClipRequest(seed=seed) for seed in seeds]
 
 

@@ -1,4 +1,4 @@
-"""Jobs for tests, and engines that make the jobs on real ranks."""
+"""Jobs for tests, and service engines that run the jobs on real ranks."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def add(store: JobQueue, **values: Any) -> str:
 
 
 def job_of(store: JobQueue, id: str) -> Job:
-    """Return a job, which must exist."""
+    """Return the job with an id. Fail the test if there is none."""
     job = store.get(id)
     assert job is not None
     return job
 
 
 def taken(store: JobQueue) -> Job:
-    """Claim the next job, which must exist."""
+    """Claim the next job. Fail the test if there is none."""
     job = store.claim()
     assert job is not None
     return job
@@ -86,7 +86,7 @@ def take_all(store: JobQueue) -> list[str]:
 
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
-    """Remove unneeded files at once, which servers would remove within two hours."""
+    """Remove files that no job needs now; a server would remove them within two hours."""
     remove_orphans(store, remove_orphans(store, set(), in_use), in_use)
 
 
@@ -133,7 +133,7 @@ class Serving:
         return [job.id for job in jobs]
 
     def made(self, *jobs: Job) -> list[Job]:
-        """Wait until jobs have ended, and return them."""
+        """Add jobs, wait until they have ended, and return them in their final states."""
         return self.wait_final(self.store_jobs(*jobs))
 
     def job(self, job_id: str) -> Job:
@@ -150,7 +150,7 @@ class Serving:
         wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_monitor.snapshot()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Wait until a job has a number of finished steps, where `serving` stops the clip."""
+        """Wait until a clip has finished `step` steps. `serving` has been told to stop it there."""
 
         def is_there() -> bool:
             clip = self.engine.dispatcher.get(job_id)
@@ -185,7 +185,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Yield an engine with its data in `folder`; close it after the block.
 
-    `stop` is a rank, the index of a clip, and a step. Before this step of the clip, the rank waits
+    `stop` is a rank, the index of a clip, and a step of that clip. The rank waits before this step
     until `go_on` is called.
     """
     ended: list[Job] = []
@@ -230,7 +230,7 @@ def demo_config(world_size: int = 2) -> PipelineConfig:
 
 
 def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
-    """Return a job for the demo model, after copying its image to the data folder."""
+    """Copy an image to the data folder, and return a job for the demo model with this image."""
     content = (photo or example_images()[0]).read_bytes()
     job_id = new_id()
     (folder / "photos").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Test case of a model family: options of a tiny checkpoint, and of a clip."""
+"""Test case of a model family: options of a tiny checkpoint, and of a clip made with it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ def size(height: int, width: int, num_frames: int, **more: Any) -> dict[str, Any
 
 @dataclass(frozen=True)
 class Case:
-    """Test case of a model family: options of a tiny checkpoint, and of a clip that tests make with
-    it.
-    """
+    """Test case of a model family: options of a tiny checkpoint, and of a clip made with it."""
 
     family: str
     sampling: dict[str, Any]
@@ -35,7 +33,7 @@ class Case:
     changes: dict[str, Any] = field(default_factory=dict)
     negative: str | None = None
     is_stateless: bool = False
-    """Whether the schedulers keep no state between two steps."""
+    """Whether no scheduler keeps state from one step to the next."""
     draws: bool = False
     """Whether the pipeline draws noise during the denoising steps. Otherwise all noise is drawn
     before the first step."""
@@ -43,8 +41,9 @@ class Case:
     """Names of tensors in a packet that no later step reads, each with the reason why the tensor is
     sent."""
     refused: Sequence[tuple[dict[str, Any], str]] = ()
-    """Changes of the sampling parameters that the family cannot run, each with words of the
-    expected error."""
+    """Changes of sampling parameters that the family must refuse, each with words of the expected
+    error.
+    """
 
     @property
     def dtype(self) -> str:

@@ -1,4 +1,4 @@
-"""Writer of GGUF files of tiny denoisers, with the tensor names of published files."""
+"""Writer of GGUF files for tiny denoisers, with the tensor names that published files have."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import torch
 
-#: Replacements that turn diffusers' tensor names into the original names of Wan and LTX-Video. They
-#: are applied in this order.
+#: String replacements that turn diffusers' tensor names into the original names of Wan and
+#: LTX-Video. The replacements are applied in this order.
 ORIGINAL_NAMES: Mapping[str, Mapping[str, str]] = {
     "WanTransformer3DModel": {
         "condition_embedder.time_embedder.linear_1": "time_embedding.0",
@@ -41,13 +41,13 @@ ORIGINAL_NAMES: Mapping[str, Mapping[str, str]] = {
         "norm_k": "k_norm",
     },
 }
-#: Offsets of the 16-bit scales in a block, for the quantised types that the package gguf cannot
-#: write.
+#: Byte offsets of the 16-bit scales in a block, for the quantised types that the package gguf
+#: cannot write.
 _SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def original_name(kind: str, name: str) -> str:
-    """Return the original name, as in published files, of a weight that diffusers calls `name`."""
+    """Return the name that published files have for the weight `name` of diffusers."""
     for own, original in ORIGINAL_NAMES[kind].items():
         name = name.replace(own, original)
     return name
@@ -62,11 +62,12 @@ def save_gguf(
     is_original: bool = True,
     change: Callable[[dict[str, tuple[Any, str]]], None] = lambda _: None,
 ) -> Path:
-    """Save a denoiser of `checkpoint` with linear layers of the GGUF type `kind`, and return the
-    path.
+    """Save a denoiser of `checkpoint` as a GGUF file, and return the path.
+
+    The linear layers get the GGUF type `kind`.
 
     Biases, norms, convolutions, and layers that are too narrow for the type are stored as F32.
-    `change` is called before the file is written, and may modify the arrays and types.
+    `change` is called with the arrays and types, and may modify them before the file is written.
     """
     index = json.loads((checkpoint / "model_index.json").read_text())
     model = getattr(diffusers, index[part][1]).from_pretrained(checkpoint / part)
@@ -105,7 +106,8 @@ def _quantised(array: Any, kind: str) -> Any:
     number = gguf.GGMLQuantizationType[kind]
     if kind not in _SCALES:
         return gguf.quants.quantize(array, number)
-    # The package gguf can only read these types, so blocks are random bytes with valid scales.
+    # The package gguf cannot quantise to these types. So the blocks are random bytes, with scales
+    # that are valid numbers.
     numbers, size = gguf.GGML_QUANT_SIZES[number]
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (array.size // numbers, size), dtype=np.uint8)

@@ -1,4 +1,4 @@
-"""Real server in a new process or in the test's process, with an HTTP client."""
+"""Real `svdpp serve`, in a new process or in the test's process, with an HTTP client."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HANG_SECONDS = 300.0
 class HttpServer:
     """Process of `svdpp serve --data folder` during a block, with an HTTP client.
 
-    `launcher` are arguments of Python before the arguments of the command.
+    `launcher` has the arguments of Python that precede the command's own arguments.
     """
 
     def __init__(
@@ -109,18 +109,20 @@ class HttpServer:
         return code
 
     def wait_ready(self) -> None:
-        """Wait until the ranks are ready and the server has printed that they are."""
+        """Wait until the ranks are ready, and the server has printed so."""
         wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
         wait(lambda: "ready to make clips\n" in self.err, lambda: self.err)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
     ) -> httpx.Response:
-        """Request a clip. Without a photograph, the request has no image; a list is sent as several
-        fields of one name.
+        """Request a clip by a form.
+
+        With `photo=None`, the form has no image. A list is sent as several fields of the same name.
         """
         headers = {"Idempotency-Key": key} if (key := form.pop("key", None)) else {}
-        # Fields are sent as files, because httpx would not send a multipart form without a file.
+        # All fields are sent as files, because httpx sends a multipart form only if there are
+        # files.
         files: list[tuple[str, Any]] = [
             (field, each if isinstance(each, tuple) else (None, str(each)))
             for field, value in form.items()
@@ -157,7 +159,7 @@ class HttpServer:
             after = f"&after={page['last_id']}"
 
     def wait_for(self, id: str, status: str) -> dict[str, Any]:
-        """Wait until a clip has a status, and return the clip's JSON."""
+        """Wait until the status of a clip is `status`, and return the clip's JSON."""
 
         def has_status() -> bool:
             found = self.video(id)
@@ -184,7 +186,7 @@ class HttpServer:
         return found
 
     def form_schema(self) -> dict[str, Any]:
-        """Return the schema of a request's form in the OpenAPI document."""
+        """Return the OpenAPI schema of the form that requests a clip."""
         document = self.client.get("/openapi.json").json()
         kinds = document["paths"]["/v1/videos"]["post"]["requestBody"]["content"]
         form: dict[str, Any] = kinds["multipart/form-data"]["schema"]
@@ -192,7 +194,7 @@ class HttpServer:
 
     @contextmanager
     def events(self, id: str, **headers: str) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yield the server-sent events of a clip, each with its id and data."""
+        """Yield an iterator of the server-sent events of a clip; each event has its id and data."""
         with self.client.stream("GET", f"/v1/videos/{id}/events", headers=headers) as answer:
             assert answer.status_code == 200, answer.read()
             yield self._events(answer.iter_lines())
@@ -209,9 +211,9 @@ class HttpServer:
 
 
 class ServerHere(HttpServer):
-    """Server in the test's own process, whose running fork server starts ranks quickly.
+    """Server in the test's own process, which starts quickly, because the fork server is running.
 
-    Such a server cannot be killed. Its log is in `err`.
+    It cannot be killed. Its log is in `err`.
     """
 
     def __init__(
@@ -253,9 +255,9 @@ class ServerHere(HttpServer):
         self._thread.join(HANG_SECONDS)
         assert not self._thread.is_alive()
         self._bound.close()
-        with suppress(ValueError):  # raised if a command has configured the log again
+        with suppress(ValueError):  # raised if a command has replaced all log sinks meanwhile
             logger.remove(self._sink)
-        # Restore the values from before the server's start.
+        # Restore what the start of the server has changed in this process.
         sys.setswitchinterval(self._switch_seconds)
         gc.unfreeze()
         return 0
@@ -267,7 +269,7 @@ class _UnsignalledServer(Server):
 
 
 def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
-    """Parse the command line of `svdpp serve` to the server's settings."""
+    """Return the server's settings and keys for a command line of `svdpp serve`."""
     found: list[tuple[ServerSettings, Keys | None]] = []
 
     def end(settings: ServerSettings, keys: Keys | None) -> None:
@@ -282,7 +284,7 @@ def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
 
 
 def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") -> None:
-    """Wait until `happens()` is true."""
+    """Wait until `happens()` is true. If that takes too long, fail the test with `said()`."""
     end = time.monotonic() + HANG_SECONDS
     while not happens():
         assert time.monotonic() < end, said()
@@ -290,7 +292,7 @@ def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") ->
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Return the error in a response, after a check that it has the form of all errors."""
+    """Check that a response has the format of an error, and return the error."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()

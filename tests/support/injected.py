@@ -2,9 +2,9 @@
 
     python -m tests.support.injected PLAN.json run ...
 
-PLAN.json has `events`: the path of the file for events, one JSON object per line. PLAN.json may
-have `stop`, the fields of a `Damage`, and `leaving_seconds`, which the process of rank 0 waits
-before it leaves the pipeline.
+PLAN.json has the key `events`, the path of the file for the events; each line of that file is a
+JSON object. It may also have `stop`, the fields of a `Damage`, and `leaving_seconds`, the seconds
+for which the process of rank 0 waits before it leaves the pipeline.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hub on this machine: an HTTP server with the routes that the hub's own library requests."""
+"""Hugging Face hub on this machine: HTTP server with the routes that huggingface_hub requests."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import ClassVar
 
 #: Commit of the model org/tiny.
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-#: Access token that no message may contain.
+#: Access token of the hub. Tests check that no message contains it.
 TOKEN = "hf_" + "x" * 34
 _TINY = "org/tiny"
 
 
 def commit_of(name: str) -> str:
-    """Return the commit of a repository, or of one of its revisions.
+    """Return the commit hash of a repository, or of one of its revisions.
 
     Args:
         name: OWNER/NAME or OWNER/NAME@REVISION.
@@ -29,18 +29,19 @@ def commit_of(name: str) -> str:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Hub with a few repositories, which records the requested files."""
+    """Request handler of a hub with a few repositories; it records which files are requested."""
 
     error: ClassVar[tuple[int, str]] = (200, "")
-    """Status and error code of all responses."""
+    """HTTP status and error code of all responses."""
     errors: ClassVar[dict[str, tuple[int, str]]]
-    """Statuses and error codes of the responses for single repositories."""
+    """HTTP status and error code of all responses for a repository, by OWNER/NAME."""
     folder: ClassVar[Path]
     """Folder of the model org/tiny."""
     others: ClassVar[dict[str, Path]]
     """Folders of other repositories and revisions, by OWNER/NAME or OWNER/NAME@REVISION."""
     requested: ClassVar[list[str]]
-    """Requested files: paths in org/tiny, and OWNER/NAME/PATH of others."""
+    """Requested files: PATH for files of org/tiny, OWNER/NAME/PATH for files of other repositories.
+    """
     url: ClassVar[str]
 
     def do_GET(self) -> None:
@@ -64,7 +65,9 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _name(self, repository: str | None, revision: str | None) -> str | None:
-        """Return the key in `others` of what is requested; None if this hub does not have it."""
+        """Return the OWNER/NAME or OWNER/NAME@REVISION of the requested revision; None if there is
+        none.
+        """
         names = [_TINY, *self.others] if hasattr(self, "folder") else [*self.others]
         for name in names:
             own, _, tag = name.partition("@")
@@ -73,7 +76,7 @@ class Hub(BaseHTTPRequestHandler):
         return None
 
     def _answer(self, name: str | None, kind: str | None, file: str | None) -> bytes | None:
-        """Return None for paths of the library's that this hub does not have."""
+        """Return the body of the response; None if this hub does not have what is requested."""
         if name is None:
             return None
         folder = self.folder if name == _TINY else self.others[name]
@@ -97,7 +100,7 @@ class Hub(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
-#: Repository, kind of request, revision and file of a request's path.
+#: Path of a request. Its groups are the repository, the kind of request, the revision and the file.
 _ROUTE = (
     r"/(?:api/models/)?([^/?]+/[^/?]+)(?:/(revision|tree|resolve)/([^/?]+)(?:/([^?]+))?)?"
     r"(?:\?.*)?$"
@@ -106,7 +109,7 @@ _ROUTE = (
 
 @contextmanager
 def running_hub() -> Iterator[type[Hub]]:
-    """Serve a hub of its own on a free port; its class has the URL and the requested files."""
+    """Run a new hub on a free port. Yield its class, which has the URL and the requested files."""
     handler = type("OneHub", (Hub,), {"requested": [], "others": {}, "errors": {}})
     server = HTTPServer(("127.0.0.1", 0), handler)
     handler.url = f"http://127.0.0.1:{server.server_port}"

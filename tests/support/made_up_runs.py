@@ -1,4 +1,4 @@
-"""Synthetic metrics of runs and benchmarks: a simulated plan with one known bottleneck."""
+"""Synthetic metrics of runs and benchmarks, from simulated schedules with a known bottleneck."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EVEN = CostModel(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
 def replayed(costs: CostModel = EVEN, **size: int) -> RunMetrics:
-    """Return the metrics of a run that took exactly as long as its forecast."""
+    """Return the metrics of a run that took exactly the times of its forecast."""
     return _replayed(costs, **size)[1]
 
 
@@ -58,7 +58,7 @@ def with_rank(metrics: RunMetrics, rank: int, **changes: Any) -> RunMetrics:
 def delayed(metrics: RunMetrics, rank: int, seconds: float, **changes: Any) -> RunMetrics:
     """Return a copy of `metrics` for a run that took longer, because one rank was blocked.
 
-    All other ranks wait for packets of this rank for the same seconds.
+    All other ranks wait `seconds` longer for packets from this rank.
     """
     ranks = [
         replace(
@@ -104,7 +104,7 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 
 
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
-    """Return a benchmark's round with one clip of two steps on one rank."""
+    """Return a round of a benchmark: one clip of two steps on one rank."""
     costs = CostModel(step_seconds=seconds / 2)
     trace, metrics = _replayed(costs, world_size=1, num_steps=2, clips=1)
     hashes = [(sha256, None)]

@@ -1,4 +1,4 @@
-"""The ranks of a pair as threads of one process."""
+"""Two ranks of a CFG pair, simulated by threads of one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from svdpp.models.base import Tensors
 
 
 class Half:
-    """A `Partner` in a thread; an end of two queues."""
+    """`Partner` of a simulated rank, which exchanges predictions through two queues."""
 
     def __init__(self, branch: int, own: queue.Queue[Any], other: queue.Queue[Any]) -> None:
         self.branch, self._own, self._other = branch, own, other
@@ -27,11 +27,12 @@ class Half:
 
 
 def run_pair(run: Callable[[Half], Any], kind: type[Half] = Half) -> list[Any]:
-    """Return what `run` returns on both ranks of a pair; raise the first error of one.
+    """Call `run` for both ranks of a pair, and return both results. Raise the first error of a
+    rank.
 
     Args:
-        run: Function of the rank's partner.
-        kind: Class of the partners.
+        run: Function of one rank. Its argument is the rank's `Partner`.
+        kind: Class of the `Partner` objects.
     """
     ends: tuple[queue.Queue[Any], queue.Queue[Any]] = queue.Queue(), queue.Queue()
     errors: list[Exception] = []
@@ -41,7 +42,7 @@ def run_pair(run: Callable[[Half], Any], kind: type[Half] = Half) -> list[Any]:
             return run(kind(branch, ends[branch], ends[1 - branch]))
         except Exception as error:
             errors.append(error)
-            ends[branch].put((-1, {}))  # ends the other one
+            ends[branch].put((-1, {}))  # a wrong step, with which the other rank fails too
 
     with ThreadPoolExecutor(2) as pool:
         results = [*pool.map(side, (0, 1))]

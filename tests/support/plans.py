@@ -1,4 +1,4 @@
-"""Hypothesis strategies for layouts and costs, and a check that a schedule makes each clip once."""
+"""Hypothesis strategies for layouts and costs, and checks of schedules."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import StageGroup
 
-# Durations are binary fractions, whose sums are exact in any order, so times can be compared with
-# ==.
+# Durations are multiples of a power of two. Their sums are exact in any order, so tests can compare
+# times with ==.
 seconds = st.integers(0, 64).map(lambda quarters: quarters / 4)
 costs = st.builds(
     CostModel,
@@ -29,7 +29,7 @@ costs = st.builds(
 
 
 def memory(weights: tuple[float, float, float], work: tuple[float, float, float]) -> dict[str, Any]:
-    """Return fields of a `CostModel` for the GiB of encode, denoise and decode."""
+    """Return the memory fields of a `CostModel`, from the GiB of encode, denoise and decode."""
     parts = ("encode", "denoise", "decode")
     return {
         f"{part}_{kind}_gib": size
@@ -50,7 +50,7 @@ WAN: dict[str, Any] = {
 
 @st.composite
 def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
-    """Strategy for all valid layouts on one or several hosts, with or without CFG pairs."""
+    """Strategy for valid layouts on one or several hosts, with CFG pairs only if `pairs`."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
     world_size = replicas * replica_size * cfg_parallel
@@ -91,7 +91,7 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
 
 @st.composite
 def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
-    """Strategy for costs of equal or different ranks, on one or several hosts."""
+    """Strategy for costs of equally fast or different ranks, on one or several hosts."""
     given = draw(costs)
     if draw(st.booleans()):
         steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
@@ -102,7 +102,7 @@ def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
 
 
 def steps_in(seconds: float, part: StageGroup) -> float:
-    """Return the steps of every clip that the stages could do in a time, if divisible."""
+    """Return how many steps of every clip the stages can do in `seconds`. Parts of steps count."""
     return sum(fmean(stage.steps_within(seconds, part.num_steps)) for stage in part.stages)
 
 
@@ -115,9 +115,9 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
     """Check that every clip is started once, does each step once in order, and is finished once.
 
     A clip is started by ENCODE at step 0, or by LOAD_CHECKPOINT at the step that an earlier run
-    reached. A rank can work only on a clip that it holds, and only at the current step of that
-    clip. It no longer holds a clip that it has sent, and each sent packet is received once. So no
-    step is skipped or repeated. Both ranks of a pair do the same steps. Each frame is decoded once.
+    reached. A rank can work only on a clip that it holds, and only at that clip's current step. It
+    no longer holds a clip that it has sent, and each sent packet is received once. So no step is
+    skipped or repeated. Both ranks of a CFG pair do the same steps. Each frame is decoded once.
     """
     transfers: Counter[tuple[Any, ...]] = Counter()
     halves: Counter[tuple[int, ...]] = Counter()
@@ -153,7 +153,7 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
 
 
 def check_receives(schedule: Schedule) -> None:
-    """Check that no rank posts the receive of more than one clip ahead."""
+    """Check that no rank posts receives for more than one clip in advance."""
     for rank_actions in schedule:
         posted: set[int] = set()
         for action in rank_actions:
@@ -165,7 +165,10 @@ def check_receives(schedule: Schedule) -> None:
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
-    """Apply `action` to `held` (clip -> steps done); return whether it was possible."""
+    """Apply an action of a rank, and return whether the action was possible.
+
+    `held` has the number of finished steps of each clip that the rank holds.
+    """
     clip = action.clip
     if action.kind in (*_BEGINNINGS, Kind.RECV):
         fresh = clip not in held and (action.kind is not Kind.ENCODE or action.start == 0)

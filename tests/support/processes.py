@@ -1,4 +1,4 @@
-"""Processes of a run, read from /proc without help of the run itself."""
+"""Processes of a run, found in /proc without the help of svdpp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def marked(mark: str, older: Set[int] = frozenset()) -> list[int]:
 
 
 def ranks_below(folder: Path) -> dict[int, int]:
-    """Return the process id of each rank whose output goes to a file in `folder`, by rank."""
+    """Return the process ids of the ranks whose output goes to files in `folder`, by rank."""
     found = {}
     for pid in process_ids():
         with contextlib.suppress(OSError):
@@ -45,7 +45,7 @@ def ranks_below(folder: Path) -> dict[int, int]:
 
 
 def is_there(pid: int) -> bool:
-    """Return whether a process exists; zombies count."""
+    """Return whether a process exists. A zombie exists."""
     return Path(f"/proc/{pid}").exists()
 
 
@@ -74,7 +74,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def collected(pids: Iterable[int]) -> bool:
-    """Return whether all processes `pids` have ended. Adopted processes are reaped."""
+    """Return whether all processes `pids` have ended. Reap ended children of this process."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -91,11 +91,11 @@ def command_line(pid: int) -> str:
 
 
 def allowing_for_others(seconds: float) -> float:
-    """Scale a time limit for an idle machine to the present load of this machine.
+    """Scale a time limit for an idle machine by the current load of this machine.
 
-    The load is the maximum of the last minute's load and the number of processes that run now.
-    `make test-jitter` pauses each process for about a third of the time, so limits are then
-    tripled.
+    The load is the load average of the last minute or the number of processes that run now,
+    whichever is larger, divided by the number of cores. `make test-jitter` pauses each process for
+    about a third of the time, so it triples the limits.
     """
     running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     load = max(os.getloadavg()[0], running) / (os.cpu_count() or 1)
@@ -108,8 +108,9 @@ Happened = TypeVar("Happened")
 def wait_until(
     happens: Callable[[], Happened], seconds: float, what: str | Callable[[], str]
 ) -> Happened:
-    """Wait until `happens()` returns a true value, and return the value; fail the test after
-    `seconds`.
+    """Wait until `happens()` returns a true value, and return that value.
+
+    Fail the test with `what` after `seconds`.
     """
     begun = time.monotonic()
     while not (happened := happens()):

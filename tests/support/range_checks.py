@@ -1,4 +1,4 @@
-"""Compare ranks that run ranges of steps with one whole `__call__` of diffusers' pipeline."""
+"""Comparison of ranks that run ranges of steps with one `__call__` of diffusers' pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = "a cat walks over the grass"
 
 
 def read_folder(folder: Path, family: str | None = None) -> Any:
-    """Return the checkpoint in `folder`, without reading its weights."""
+    """Read the checkpoint in `folder`, except its weights."""
     return find_checkpoint(ModelConfig(name=str(folder), family=family), weights=False)
 
 
@@ -36,13 +36,13 @@ def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
 
 
 def photograph(seed: int = 0) -> Image.Image:
-    """Return an image whose aspect ratio differs from all frame sizes in the tests."""
+    """Return an image whose aspect ratio differs from that of every frame size in the tests."""
     pixels = np.random.default_rng(seed).integers(0, 256, (50, 70, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def source(sampling: Any) -> ModelInput:
-    """Return the fitted input that a case needs: images, frames of a video, or both."""
+    """Return the input of a clip, resized to its frame size: images, frames of a video, or both."""
     if sampling.has_last_image:
         return {"image": photograph(), "last_image": photograph(1)}
     if sampling.num_references:
@@ -66,11 +66,11 @@ def _frames(sampling: Any, seed: int = 0, side: int | None = None) -> list[Image
 
 
 def nothing(_: int, __: torch.Tensor) -> None:
-    """Callback after a step that does nothing."""
+    """Step callback that does nothing."""
 
 
 def loaded(model: Any) -> dict[str, torch.nn.Module]:
-    """Return the components with weights that a model has loaded."""
+    """Return the components whose weights a model has loaded, by name."""
     return {
         name: part
         for name, part in model._pipe.components.items()
@@ -81,12 +81,12 @@ def loaded(model: Any) -> dict[str, torch.nn.Module]:
 def ranks(
     checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None
 ) -> Callable[[int, int], EngineModel]:
-    """Return a function that returns the model of a rank, with only the components that the rank
+    """Return a function that loads the model of a rank, with only the components that the rank
     needs.
 
-    The function's arguments are the range of steps, `start` and `end`. `(0, 0)` gives the model
-    that encodes, and `(N, N)` the model that decodes. Models with the same components are loaded
-    only once.
+    The arguments of the function are `start` and `end` of the rank's range of steps. `(0, 0)` gives
+    the model that encodes, and `(N, N)` the model that decodes. Models with the same components are
+    loaded only once.
     """
     named = model or model_of(checkpoint)
     models: dict[Roles, EngineModel] = {}
@@ -109,7 +109,7 @@ def ranks(
 
 @dataclass(frozen=True)
 class TinyModel:
-    """Checkpoint and clip of a test, with ranks' models that have only the needed components."""
+    """Checkpoint and clip of a test, with a model for each range of steps (see `ranks`)."""
 
     checkpoint: Any
     sampling: Any
@@ -137,7 +137,7 @@ class TinyModel:
         return self.rank_for(self.steps, self.steps)
 
     def request(self, prompt: str = PROMPT, negative_prompt: str | None = None) -> ClipRequest:
-        """Return the request of the clip, without prompts if the family takes no prompts."""
+        """Return the request for the clip, without prompts if the family takes none."""
         if not self.checkpoint.spec.takes_prompt:
             return ClipRequest(seed=3)
         return ClipRequest(seed=3, prompt=prompt, negative_prompt=negative_prompt)
@@ -155,7 +155,10 @@ def check_every_cut(
     request: ClipRequest,
     image: ModelInput | None,
 ) -> None:
-    """Check that a clip that is split after any step has the same bits as `whole_clip`."""
+    """Check that a clip that is split after any step has the same bits as the reference.
+
+    `reference` is the result of `whole_clip`.
+    """
     latents, frames, _ = reference
     encoder = rank_for(0, 0)
     packets = [encoder.encode({} if image is None else encoder.prepare(image), request)]
@@ -173,9 +176,9 @@ def check_every_cut(
 def check_expected_tensors(
     rank_for: Callable[[int, int], Any], num_steps: int, step: int, packet: Tensors
 ) -> None:
-    """Check that the ranks that may receive a packet after `step` steps expect its tensors.
+    """Check that ranks that receive a packet after `step` steps expect the tensors that it has.
 
-    They hold other components than the sender, as in a run.
+    The receivers have other components than the sender, as in a run.
     """
     found = {name: (tuple(each.shape), each.dtype) for name, each in packet.items()}
     for receiver in (
@@ -202,20 +205,20 @@ def _run(
         steps.append(step)
         assert latent.dtype == latents[step].dtype
         assert torch.equal(latent, latents[step]), f"step {step} of {start} to {end}"
-        # The stride of the first axis is ignored, because the axis has one element.
+        # The first axis has one element, so its stride has no meaning.
         assert latent.stride()[1:] == latents[step].stride()[1:]
 
     result: Tensors = model.denoise(received, start, end, check)
     assert steps == list(range(start, end))
     assert_equal(received, packet)
-    # A transfer makes tensors contiguous. If a tensor were not contiguous before, later results
-    # could differ in their bits.
+    # A transfer makes tensors contiguous. So they must be contiguous before it, because the memory
+    # layout can change the bits of later results.
     assert all(tensor.is_contiguous() for tensor in result.values())
     return result
 
 
 def assert_equal(ours: Tensors, theirs: Tensors) -> None:
-    """Check that two values contain tensors with the same bits."""
+    """Check that two sets of named tensors have the same names and the same values."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, theirs[name]), name
@@ -228,8 +231,9 @@ def _received(tensors: Tensors) -> Tensors:
 def whole_clip(
     model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: ModelInput | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Return the latents after each step, the frames and the sound from diffusers' unmodified
-    pipeline.
+    """Make a clip with diffusers' unmodified pipeline.
+
+    Return the latents after each step, the frames, and the sound if there is any.
     """
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
@@ -242,7 +246,7 @@ def run_reference(
     request: ClipRequest,
     image: ModelInput | None = None,
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Return the latents after each step, frames and sound from a loaded pipeline of diffusers."""
+    """Make a clip with a loaded pipeline of diffusers; return the same as `whole_clip`."""
     latents: list[torch.Tensor] = []
     _, frames, audio = reference.run(
         request,

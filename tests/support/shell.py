@@ -20,7 +20,7 @@ from svdpp.cli.app import load_command, run_command_line
 from svdpp.errors import fields_in
 
 ROOT = Path(svdpp.__file__).parent.parent
-#: PYTHONPATH for new processes: the checkout, and the entries of the tests' own process, which
+#: PYTHONPATH for new processes: the checkout, and the PYTHONPATH of the tests' own process, which
 #: `make test-jitter` sets.
 PYTHONPATH = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 PHOTO = str(ROOT / "svdpp/assets/photos/rocket.jpg")
@@ -47,7 +47,7 @@ class Answer:
 
 
 def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
-    """Run a command in this process, which is fast. Only for commands that start no ranks."""
+    """Run a command in this process, which is fast. The command must not start ranks."""
     settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
     with CliRunner().isolation(env=settings) as (out, err, _):
         code = run_command_line(arguments)
@@ -57,7 +57,7 @@ def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> 
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Return the arguments that a command's function would get from a command line, without calling
+    """Parse a command line, and return the arguments for the command's function, without calling
     it.
     """
     program, name, *arguments = shlex.split(line)
@@ -117,7 +117,10 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def run_in_turn(*commands: Sequence[str]) -> list[tuple[int, str, set[str]]]:
-    """For each command that one new process runs: code, stdout and newly imported modules."""
+    """Run several commands, one after the other, in one new process.
+
+    Return the exit code, the stdout and the newly imported modules of each command.
+    """
     answer = python("-c", _RUN_IN_TURN, json.dumps(commands))
     assert answer.code == 0, answer
     records = [json.loads(line) for line in answer.out.splitlines()]
@@ -131,8 +134,8 @@ def python(
     stdin: str = "",
 ) -> Answer:
     """Run Python in a new process that can import svdpp from the checkout."""
-    # These variables are removed, because svdpp sets them itself, and conftest.py has set other
-    # values in this process.
+    # svdpp sets these variables itself. They are removed, because conftest.py has set other values
+    # in this process.
     unset = {*_UNSET, "TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"}
     settings = {name: value for name, value in os.environ.items() if name not in unset}
     settings |= {**_SET, "PYTHONPATH": PYTHONPATH, **(env or {})}
@@ -151,8 +154,10 @@ def python(
 
 
 def assert_error(answer: Answer, code: int, *words: str) -> None:
-    """Check that stderr has one sentence and at most one hint, and that stdout has nothing but
-    their JSON.
+    """Check the exit code and the error of a command.
+
+    stderr must have one sentence, with all `words`, and at most one hint. stdout must be empty, or
+    have the same error as JSON.
     """
     assert answer.code == code, answer
     if answer.out:

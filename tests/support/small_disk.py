@@ -1,4 +1,4 @@
-"""Small disk that is soon full, if this machine allows a test to mount a tmpfs."""
+"""Small disk for tests of a full disk, on machines where a test may mount a tmpfs."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, options: str) -> Iterator[Path]:
-    """Mount a tmpfs at `folder` with options such as `size=64k`; skip the test if that needs root.
+    """Mount a tmpfs at `folder`, with options such as `size=64k`. Skip the test if mounting needs
+    root.
 
-    Each test with a small disk has a variant that always runs, with RLIMIT_FSIZE or a read-only
+    Each test that uses this has a variant that always runs, with RLIMIT_FSIZE or a read-only
     folder.
     """
     folder.mkdir()

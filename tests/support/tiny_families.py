@@ -1,7 +1,8 @@
-"""Small checkpoints of every family with random weights, saved by diffusers.
+"""Tiny checkpoints of every family with random weights, saved by diffusers.
 
-Each module of `tests.support.families` has `PARTS`, functions that create the components of a
-family's checkpoint, with or without an image as input; and `CASES`, the clips that tests make.
+Each module of `tests.support.families` has `PARTS` and `CASES`. `PARTS` has functions that create
+the components of a family's checkpoint; their argument says whether the pipeline takes an image.
+`CASES` has the clips that tests make.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ CASES: Mapping[str, Case] = {
 #: Name of the first test case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
-#: Words in the names of cases that differ from another one in scheduler, guidance or the number of
-#: references alone, whose image is encoded as that of another family, or that resemble another case
-#: and take seconds.
+#: Words in the names of cases that resemble another case, so that quick tests can leave them out.
+#: They differ from the other case only in the scheduler, the guidance or the number of references,
+#: or they encode their image as another family does.
 _ALIKE = (
     "euler",
     "order",
@@ -67,14 +68,14 @@ _ALIKE = (
     "control-references",
     "modular-references",
 )
-#: All other cases.
+#: Names of all other test cases.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
 
-#: Test cases that cover each kind of family: guidance in one batch, two experts, further videos,
-#: sound.
+#: Test cases that cover every kind of family: with guidance in one batch, with two experts, with
+#: further input videos, and with sound.
 KINDS = ("svd", "wan", "wan-animate", "ltx2")
 
-#: Class of the tokenizer of families that have a processor of text and images in its place.
+#: Class names for families that have a processor of text and images in place of a tokenizer.
 _PROCESSORS = {"kandinsky5": "Qwen2VLProcessor", "kandinsky6": "Qwen2_5_VLProcessor"}
 
 _FULL = (pytest.mark.slow, pytest.mark.full)
@@ -86,7 +87,8 @@ def chosen(
 ) -> list[Any]:
     """Return the test cases as pytest parameters.
 
-    `make test` runs the chosen cases, CI further ones, and full grids all cases.
+    `make test` runs the cases `quick`, CI also the cases `in_ci`, and the full test grids all
+    cases.
     """
 
     def marks(name: str) -> tuple[Any, ...]:
@@ -98,11 +100,10 @@ def chosen(
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
     """Save a pipeline of a family with random weights to `folder`, and return the folder.
 
-    `changes` may have options of `save_pretrained`, options of the function that creates the
-    components, and components that replace the created ones. Three further options are
-    `configs`: changed values of components' configs, by component (see `rebuild`);
-    `class_names`: class names to write into the index, by component; and
-    `saved_dtype`: dtype of all saved weights.
+    `changes` may have options of `save_pretrained`, options of the function in `PARTS`, and
+    components that replace those of that function. Three further options are `configs`: changed
+    values of components' configs, by component (see `rebuild`); `class_names`: class names to write
+    into the index, by component; and `saved_dtype`: dtype of all saved weights.
     """
     options = {name: changes.pop(name) for name in _OPTIONS & changes.keys()}
     if family.endswith("_v2v"):
@@ -130,10 +131,10 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
 
 
 def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None:
-    """Saves a modular pipeline: components, and values of its config among `parts`."""
+    """Save a modular pipeline. `parts` has its components and values of its config."""
     components = {name: part for name, part in parts.items() if name in pipe.component_names}
     for name in {"guider", "guider_2"} & components.keys():
-        # a guider is only saved with the pipeline if it was loaded from files
+        # the pipeline saves a guider only if the guider was loaded from files
         components[name].save_pretrained(folder / name)
         place = {"pretrained_model_name_or_path": str(folder), "subfolder": name}
         kind = type(components[name])
@@ -148,8 +149,8 @@ def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None
 def _name_published_classes(folder: Path, family: str, class_names: Mapping[str, str]) -> None:
     """Write the class names of published checkpoints into `model_index.json`.
 
-    Without torchvision, transformers lacks some image processors, so the checkpoint is saved with
-    others in their place. Kandinsky's processor cannot be created at all.
+    Without torchvision, some image processors of transformers cannot be created, so the checkpoint
+    is saved with their PIL variants. Kandinsky's processor cannot be created at all.
     """
     (path,) = folder.glob("*model_index.json")
     index = json.loads(path.read_text())

@@ -24,7 +24,7 @@ def tokenizer() -> transformers.T5TokenizerFast:
     """Return a tokenizer with a vocabulary of a few words."""
     special = ["<pad>", "</s>", "<unk>"]
     trained = Tokenizer(models.Unigram())
-    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in T5's own tokenizer
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in the tokenizer of T5
     trainer = trainers.UnigramTrainer(
         vocab_size=60, special_tokens=special, unk_token="<unk>", show_progress=False
     )
@@ -36,7 +36,7 @@ def tokenizer() -> transformers.T5TokenizerFast:
 
 
 def letters(kind: str, *special: str, **options: Any) -> Any:
-    """Return a tokenizer of a transformers class, whose tokens are letters."""
+    """Return a tokenizer of the transformers class `kind`, whose tokens are single letters."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     tokens = [*special, "\u0120", "\u2581", *letters, *(f"{each}</w>" for each in letters)]
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -110,20 +110,21 @@ def qwen() -> Any:
 
 
 def rebuild(part: Any, changes: Parts) -> Any:
-    """Return a component of the same class with other values in its config, and new weights.
+    """Return a new component of the same class, with other config values and new weights.
 
-    Weights that are zero become random numbers, because with zeros a branch has no effect.
+    Weight matrices that are all zero become random, because a layer with zero weights has no
+    effect.
 
     Args:
         part: Model, scheduler or guider.
-        changes: Values by the key of the config; a mapping changes a nested config.
+        changes: New values by config key; a mapping changes values of a nested config.
     """
     if isinstance(part, transformers.PreTrainedModel):
         config = type(part.config)(**_merged(part.config.to_dict(), changes))
         made = type(part)(config)
     else:
         values = {**part.config, **changes}
-        values.pop("_use_default_values", None)  # names of values that diffusers would ignore
+        values.pop("_use_default_values", None)  # keys whose values diffusers would ignore
         made = type(part).from_config(values)
     for weight in made.parameters() if isinstance(made, torch.nn.Module) else ():
         if weight.ndim > 1 and not weight.any():

@@ -1,4 +1,4 @@
-"""Check a trace file against the specification "Trace Event Format", Google, 2016 (JSON array
+"""Check of a trace file against Google's specification "Trace Event Format", 2016 (JSON array
 form).
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 _TraceEvent = Mapping[str, Any]
 _Slice = tuple[float, float]
 
-#: Required fields of an event by its phase, besides `ph`, `pid`, `tid` and `name`.
+#: Required fields of an event by its phase, in addition to `ph`, `pid`, `tid` and `name`.
 _REQUIRED = {
     "X": {"ts", "dur"},
     "i": {"ts", "s"},
@@ -33,7 +33,7 @@ def check_trace(events: Iterable[_TraceEvent], *, is_whole: bool = True) -> None
     """Check the phases, fields, nesting, flows and track names of a trace.
 
     Args:
-        is_whole: Whether the writer has closed the file. Otherwise the last flow arrows may lack an
+        is_whole: Whether the writer has closed the file. If False, the last flow arrows may lack an
             end.
     """
     slices: dict[tuple[int, int], list[_Slice]] = defaultdict(list)
@@ -65,13 +65,13 @@ def _check_fields(event: _TraceEvent) -> None:
 
 
 def _check_nesting(slices: list[_Slice]) -> None:
-    """Check that slices of a track nest: each slice ends before the next one begins, or contains
+    """Check that the slices of a track nest: a slice ends before the next one begins, or contains
     it.
 
     Of two slices that start at the same time, the longer one must come first in the file.
     """
     above: list[float] = []
-    # A stable sort keeps the file's order of equal starts.
+    # The sort is stable, so slices with equal starts keep the order of the file.
     for start, end in sorted(slices, key=lambda each: each[0]):
         while above and above[-1] <= start:
             above.pop()

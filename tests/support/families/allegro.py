@@ -1,4 +1,4 @@
-"""A tiny Allegro."""
+"""Tiny Allegro checkpoint and its test cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from tests.support.tiny_parts import DENOISER, TEXT, Parts, t5
 def _allegro(_: bool) -> Parts:
     return {
         **t5(),
-        # Tiles of 128 pixels are the smallest that overlap as published ones of 320 do.
+        # 128 pixels is the smallest tile size whose tiles overlap as the published VAE's tiles of
+        # 320 pixels do.
         "vae": diffusers.AutoencoderKLAllegro(
             **{"block_out_channels": (2, 2, 2, 2), "layers_per_block": 1, "norm_num_groups": 2},
             **{"latent_channels": 4, "sample_size": 128},

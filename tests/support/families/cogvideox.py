@@ -1,4 +1,4 @@
-"""Tiny CogVideoX."""
+"""Tiny CogVideoX checkpoints and their test cases."""
 
 from __future__ import annotations
 

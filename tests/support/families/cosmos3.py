@@ -1,4 +1,4 @@
-"""Tiny Cosmos 3."""
+"""Tiny Cosmos 3 checkpoints and their test cases."""
 
 from __future__ import annotations
 

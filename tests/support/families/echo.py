@@ -1,4 +1,4 @@
-"""A tiny Echo, which has the components of LTX-2 without the scheduler."""
+"""Tiny Echo checkpoint, with the components of LTX-2 except the scheduler; its test cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny FramePack."""
+"""Tiny FramePack checkpoint and its test cases."""
 
 from __future__ import annotations
 

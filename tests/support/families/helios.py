@@ -1,4 +1,4 @@
-"""A tiny Helios."""
+"""Tiny Helios checkpoint and its test cases."""
 
 from __future__ import annotations
 

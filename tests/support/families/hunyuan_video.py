@@ -1,4 +1,4 @@
-"""Tiny HunyuanVideo."""
+"""Tiny HunyuanVideo checkpoints and their test cases."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def hunyuan_video(image: bool) -> Parts:
     marks = ["<image>", "<|end_header_id|>"]
     parts["tokenizer"] = llama_tokenizer(additional_special_tokens=marks)
     llava = transformers.LlavaConfig(
-        vision_config=vision(48, 2),  # gives the 576 patches that the pipeline expects
+        vision_config=vision(48, 2),  # (48 / 2) ** 2 patches, the 576 that the pipeline expects
         text_config=llama,
         image_token_index=parts["tokenizer"].convert_tokens_to_ids("<image>"),
         pad_token_id=0,

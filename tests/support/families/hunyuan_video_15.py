@@ -1,4 +1,4 @@
-"""Tiny HunyuanVideo-1.5."""
+"""Tiny HunyuanVideo-1.5 checkpoints and their test cases."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _hunyuan_video_15(image: bool) -> Parts:
 
 def _modular(image: bool, guider: Any = None) -> Parts:
     parts = _hunyuan_video_15(image)
-    del parts["guider"]  # diffusers creates one
+    del parts["guider"]  # without a guider in the checkpoint, diffusers creates one
     return parts if guider is None else {**parts, "guider": guider}
 
 

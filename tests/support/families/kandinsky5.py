@@ -1,4 +1,4 @@
-"""Tiny Kandinsky 5."""
+"""Tiny Kandinsky 5 checkpoints and their test cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SIZE = size(32, 32, 17, max_sequence_length=1024)
 
 
 def qwen_vl() -> Parts:
-    """Return HunyuanVideo's components with the first text encoder of Kandinsky."""
+    """Return HunyuanVideo's components, with Kandinsky's Qwen text encoder as the first one."""
     return {
         **hunyuan_video(image=False),
         "tokenizer": qwen_tokenizer(),

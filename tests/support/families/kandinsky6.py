@@ -1,4 +1,4 @@
-"""Tiny Kandinsky 6, also distilled."""
+"""Tiny Kandinsky 6 checkpoints, also a distilled one, and their test cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.family_case import UNGUIDED, Case, size
 from tests.support.tiny_parts import TEXT, Parts
 
 _SIZE = size(32, 32, 9, max_sequence_length=1024)
-#: Number of predictions in the output of a distilled model.
+#: Number of predictions in the output of the distilled model.
 _GRID = 2
 
 

@@ -1,4 +1,4 @@
-"""A tiny Latte."""
+"""Tiny Latte checkpoint and its test cases."""
 
 from __future__ import annotations
 

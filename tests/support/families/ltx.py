@@ -1,4 +1,4 @@
-"""Tiny LTX-Video, including version 0.9.5."""
+"""Tiny LTX-Video checkpoints, including version 0.9.5, and their test cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from tests.support.family_case import BF16, UNGUIDED, Case, size
 from tests.support.tiny_parts import TEXT, Parts, t5
 
-#: Config of the published LTX-Video (Lightricks/LTX-Video).
+#: Scheduler config of the published LTX-Video (Lightricks/LTX-Video).
 LTX_EULER = {
     "base_image_seq_len": 1024,
     "base_shift": 0.95,
@@ -33,7 +33,7 @@ def _ltx(
     scheduler: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> Parts:
-    # Created in this order, because the random weights depend on it.
+    # The components are created in this order, because their random weights depend on it.
     text, halves = t5(dtype=dtype), ("", "decoder_")
     vae = diffusers.AutoencoderKLLTXVideo(
         **{f"{half}block_out_channels": (8,) * 4 for half in halves},

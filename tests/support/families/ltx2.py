@@ -1,4 +1,4 @@
-"""A tiny LTX-2."""
+"""Tiny LTX-2 checkpoints and their test cases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,11 @@ _UNREAD = {
 
 
 def _in_context(_: bool) -> Parts:
-    """A VAE of few positions, whose encoder makes as many of a video as its decoder takes."""
+    """Return components of LTX-2 with a VAE that has few latent positions.
+
+    Its encoder makes as many latent positions from a video as its decoder takes for a video of that
+    size.
+    """
     return ltx2_parts(_, patch_size=8, downsample_type="spatiotemporal")
 
 

@@ -1,4 +1,4 @@
-"""Tiny MiniMax-H3."""
+"""Tiny MiniMax-H3 checkpoints and their test cases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _minimax_h3(_: bool) -> Parts:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
     text: dict[str, Any] = {
         **{"vocab_size": 80, "hidden_size": 8, "intermediate_size": 8, **heads},
-        **{"num_hidden_layers": 51},  # the pipeline reads the output of the 50th
+        **{"num_hidden_layers": 51},  # the pipeline reads the output of the 50th layer
         **{"rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
     }
     vision = {
@@ -73,7 +73,8 @@ def _processor(tokenizer: Any) -> Any:
 
 def _minimax_h3_references(_: bool) -> Parts:
     parts = _minimax_h3(True)
-    # The pipeline scales references to a short edge of 2048 pixels, unless its config has another.
+    # The config sets the short edge to which reference images are scaled, because the default of
+    # 2048 pixels would be slow.
     return {**parts, "transformer_ref": parts.pop("transformer"), "reference_image_short_edge": 64}
 
 

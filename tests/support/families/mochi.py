@@ -1,4 +1,4 @@
-"""A tiny Mochi."""
+"""Tiny Mochi checkpoint and its test cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tiny Sana-Video."""
+"""Tiny Sana-Video checkpoints and their test cases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny SkyReels-V2, including the diffusion forcing pipelines."""
+"""Tiny SkyReels-V2 checkpoints, also for the diffusion forcing pipelines, and their test cases."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def _skyreels_v2_df(_: bool) -> Parts:
 
 
 def _unread_table(record: int) -> dict[str, str]:
-    """Return `Case.unread` for the record of `generate_timestep_matrix` with the given number."""
+    """Return `Case.unread` for the packet's record of a call of `generate_timestep_matrix`.
+
+    `record` is the number of this call's record in the packet, from 0.
+    """
     return {f"record.{record}.1": "a table of a few numbers"}
 
 

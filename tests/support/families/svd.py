@@ -1,4 +1,4 @@
-"""A tiny SVD."""
+"""Tiny SVD checkpoint and its test cases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _svd(_: bool, *, vae_factor: int = 8, num_frames: int = 4) -> Parts:
     return {
         "vae": diffusers.AutoencoderKLTemporalDecoder(
             down_block_types=("DownEncoderBlock2D",) * num_blocks,
-            block_out_channels=(32,) * num_blocks,  # GroupNorm has 32 groups
+            block_out_channels=(32,) * num_blocks,  # at least 32, for the 32 groups of GroupNorm
         ),
         "image_encoder": transformers.CLIPVisionModelWithProjection(
             transformers.CLIPVisionConfig(**vision, **layers)

@@ -1,4 +1,4 @@
-"""Tiny Wan: with one and two experts, VACE, and Animate."""
+"""Tiny Wan checkpoints (with one and two experts, VACE, Animate), and their test cases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from diffusers import (
 from tests.support.family_case import BF16, UNGUIDED, Case, size
 from tests.support.tiny_parts import TEXT, VISION_TOKENS, Parts, clip_vision, t5
 
-#: Config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
+#: Scheduler config of the published Wan 2.2 (Wan-AI/Wan2.2-T2V-A14B-Diffusers).
 WAN_UNIPC = {
     "num_train_timesteps": 1000,
     "prediction_type": "flow_prediction",
@@ -37,7 +37,8 @@ _EQUAL_TIMESTEPS: list[tuple[dict[str, Any], str]] = [
     ({"num_inference_steps": 500}, "500 steps have the same timestep, 999")
 ]
 _OWN_SCALES = {"guidance_scale_2": 2.0, "flow_shift": 5.0}
-#: Guiders of modular checkpoints. The guidance of some changes, starts or ends within a clip.
+#: Guiders of modular checkpoints. With some of them, the guidance changes, starts or ends during a
+#: clip.
 _MOMENTUM = AdaptiveProjectedGuidance(adaptive_projected_guidance_momentum=-0.5)
 _MIXED = AdaptiveProjectedMixGuidance(adaptive_projected_guidance_start_step=1)
 _INTERVAL = ClassifierFreeGuidance(start=0.3, stop=0.8)
@@ -61,9 +62,9 @@ def _wan(
 ) -> Parts:
     """Return the components of a tiny Wan.
 
-    With `boundary_ratio` there are two transformers, as in Wan 2.2 A14B. `expand_timesteps` selects
-    Wan 2.2 5B; an image encoder, Wan 2.1 image-to-video; and `two_images`, Wan 2.1 FLF2V. `width`
-    multiplies the number of all channels.
+    With `boundary_ratio` there are two transformers, as in Wan 2.2 A14B. `expand_timesteps` gives
+    Wan 2.2 5B, `image_encoder` gives Wan 2.1 image-to-video, and `two_images` gives Wan 2.1 FLF2V.
+    `width` multiplies all numbers of channels.
     """
     z_dim = 8 if expand_timesteps else 4
     denoiser = {
@@ -72,8 +73,8 @@ def _wan(
         **({"image_dim": 4, "added_kv_proj_dim": 24 * width} if image_encoder else {}),
         **({"pos_embed_seq_len": 2 * VISION_TOKENS} if two_images else {}),
     }
-    # The components are created in this order, because the random weights, and so the clips in
-    # tests/golden, depend on it.
+    # The components are created in this order. The random weights depend on the order, and the
+    # clips in tests/golden depend on the weights.
     parts = {
         **t5(width, "UMT5", dtype),
         "vae": wan_vae(z_dim, expand_timesteps, width),
@@ -160,11 +161,11 @@ def _wan22_modular(image: bool) -> Parts:
 
 
 def _guided(family: str, guider: Any, **changes: Any) -> Case:
-    """Return a clip of a modular checkpoint with a guider, of each expert if there are two."""
+    """Return the case of a modular checkpoint with a guider; two experts get one guider each."""
     sizes = size(32, 32, 5, num_inference_steps=4)
     if family != "wan_modular":
         changes["guider_2"] = guider
-        # so that the first expert has three steps
+        # with this shift, the first expert has three of the four steps
         sizes |= {"guidance_scale_2": 2.0, "flow_shift": 12.0}
     return Case(family, sizes, changes={"guider": guider, **changes}, negative="blurred")
 
