@@ -1,4 +1,4 @@
-"""A store in a folder of its own, and servers that the tests of a module share."""
+"""Fixtures: databases and queues, a new one for each test; servers that a module's tests share."""
 
 from __future__ import annotations
 
@@ -18,21 +18,24 @@ from tests.support.http_server import DEMO, QUICK, HttpServer, ServerHere
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """A server of databases."""
+    """PostgreSQL server for all tests of the session."""
     with postgres_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def swift() -> Iterator[Swift]:
-    """An S3 server."""
+    """S3 server for all tests of the session."""
     with swift_server() as server:
         yield server
 
 
 @pytest.fixture
 def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of an empty folder in a bucket; the environment says how to reach it."""
+    """URL of an empty folder in a bucket.
+
+    Environment variables have the server's URL and the keys.
+    """
     for variable, value in swift.environment.items():
         monkeypatch.setenv(variable, value)
     return f"{swift.url}/{secrets.token_hex(8)}"
@@ -40,7 +43,7 @@ def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[str]:
-    """The URL of an empty database."""
+    """URL of a new, empty database in PostgreSQL."""
     name = f"test_{secrets.token_hex(8)}"
     postgres.execute(f"CREATE DATABASE {name}")
     yield postgres.url_of(name)
@@ -49,7 +52,7 @@ def database(postgres: Postgres) -> Iterator[str]:
 
 @pytest.fixture
 def told() -> Iterator[list[str]]:
-    """What is logged as a warning or an error."""
+    """Log messages of the levels WARNING and above, as a list that grows during the test."""
     lines: list[str] = []
     sink = logger.add(lambda line: lines.append(line.strip()), format="{message}", level="WARNING")
     yield lines
@@ -58,27 +61,27 @@ def told() -> Iterator[list[str]]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def queue_url(request: pytest.FixtureRequest) -> str | None:
-    """The URL of each database; None for a file."""
+    """URL of the queue's database, for each backend. None means a SQLite file."""
     return None if request.param == "sqlite" else request.getfixturevalue("database")
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JobQueue]:
-    """A queue in a file."""
+    """Queue in a SQLite file."""
     with contextlib.closing(JobQueue(tmp_path / "data")) as store:
         yield store
 
 
 @pytest.fixture
 def each_store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
-    """A queue in each database: the same promises hold."""
+    """Queue on each backend, because both backends must behave in the same way."""
     with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as store:
         yield store
 
 
 @pytest.fixture
 def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
-    """Starts one more server of a fleet, and returns it once its ranks are ready."""
+    """Function that starts one more server of a fleet, and returns it when its ranks are ready."""
     with contextlib.ExitStack() as servers:
 
         def started(*options: str, folder: str = "data") -> HttpServer:
@@ -92,7 +95,7 @@ def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server of quick clips, which take as long as their steps ask for and have no file."""
+    """Server of the dummy model, whose clips take about 10 ms per step, and have no mp4 file."""
     with ServerHere(
         tmp_path_factory.mktemp("server") / "data", *QUICK, "--max-upload-mb", "1"
     ) as server:
@@ -102,7 +105,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server of real clips, two of which may be open."""
+    """Server of the demo model, whose queue takes at most two unfinished clips."""
     clip = ("--steps", "8", "--frames", "2", "--max-queue", "2")
     with ServerHere(tmp_path_factory.mktemp("demo") / "data", *DEMO, *clip) as server:
         server.wait_ready()
@@ -111,7 +114,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server with keys; its client is `alice`, its `other_key` is of `bob`."""
+    """Server with API keys. The client has the key of `alice`; `other_key` is the key of `bob`."""
     folder = tmp_path_factory.mktemp("keyed")
     alice, bob = (add_key(folder / "keys", name) for name in ("alice", "bob"))
     options = (*QUICK, "--host", "0.0.0.0", "--api-key-file", str(folder / "keys"))

@@ -1,4 +1,4 @@
-"""The routes, with the real server, real ranks and real HTTP."""
+"""HTTP routes of a real server with real ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def long_clip(server: HttpServer) -> Iterator[str]:
-    """A clip of about ten seconds that keeps others waiting; ended by the block's end."""
+    """Yield the id of a running clip of about ten seconds, which keeps other clips waiting.
+
+    Delete the clip after the block.
+    """
     (id,) = server.add(steps=1000)
     server.wait_for(id, "in_progress")
     try:
@@ -64,7 +67,7 @@ def test_a_request_is_stored_and_made(server: HttpServer) -> None:
     assert isinstance(server, ServerHere)
     stored = job_of(server.service.queue, video["id"])
     assert stored.input_pixels == math.prod(Image.open(io.BytesIO(PHOTO)).size)
-    # The dummy model makes no file.
+    # The dummy model writes no mp4 file.
     error_of(server.client.get(f"/v1/videos/{video['id']}/content"), 404, "no_content")
 
 
@@ -111,7 +114,7 @@ def test_a_wrong_request_is_refused_at_once(
     error = error_of(answer, status, code)
 
     assert words in error["message"]
-    assert "--" not in error["message"]  # the names of the API, not of the command line
+    assert "--" not in error["message"]  # no command-line options
     if field:
         faults = error["details"].get("faults", [error["details"]])
         assert [fault["field"] for fault in faults] == [field]
@@ -131,7 +134,7 @@ def test_a_body_that_is_no_form(server: HttpServer) -> None:
 
 
 def test_head_has_the_headers_of_get_and_no_body(server: HttpServer) -> None:
-    """Every route that has GET, but for events, whose answer does not end, and archives."""
+    """HEAD and GET have the same headers on every route, except event streams and archives."""
     paths = server.client.get("/openapi.json").json()["paths"]
     streams = ("/events", "/archive")
     gets = [path for path in paths if "get" in paths[path] and not path.endswith(streams)]
@@ -160,7 +163,7 @@ def test_a_body_that_is_too_large(server: HttpServer) -> None:
         while True:
             yield bytes(2**16)
 
-    # Its length is not told before.
+    # This request does not announce the length of its body.
     with contextlib.suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
         late = server.client.post("/v1/videos", content=endless(), headers=form)
         error_of(late, 413, "content_too_large")
@@ -181,7 +184,7 @@ def test_a_repeated_request_makes_one_clip(server: HttpServer) -> None:
 def test_waiting_clips_know_their_place(server: HttpServer) -> None:
     with long_clip(server) as running:
         ids = server.add(4)
-        # In one response, because estimates change with time.
+        # All clips are read in one response, because their estimates change with time.
         waiting, begun = (
             server.client.get(f"/v1/videos?{query}").json()["data"]
             for query in ("status=queued&order=asc", "status=in_progress")
@@ -192,7 +195,7 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         rest = server.client.get(f"/v1/videos?status=queued&after={ids[2]}").json()["data"]
         assert [video["id"] for video in rest] == [ids[1], ids[0]]
         assert server.video(running)["place"] is None
-        # Those that the ranks have already, but have not begun, wait as well.
+        # A clip that a rank has, but has not begun, is queued too.
         assert [video["status"] for video in waiting] == ["queued"] * 4
         assert [video["place"] for video in waiting] == [0, 1, 2, 3]
         etas = [video["eta_seconds"] for video in waiting]
@@ -204,13 +207,15 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
 
 
 def is_let_go(server: HttpServer, id: str) -> bool:
-    """Whether no rank works on the clip; of one that is removed the engine says `other`."""
+    """Return whether no rank works on the clip. /v1/engine shows a removed clip as `other`."""
     ranks = server.client.get("/v1/engine").json()["ranks"]
     return all(rank["video"] not in (id, "other") for rank in ranks)
 
 
 def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: HttpServer) -> None:
-    """And a repeated cancel changes nothing."""
+    """A running clip has no content. A cancelled clip stays listed, and a second cancel has no
+    effect.
+    """
     with long_clip(server) as id:
         for what in ("content", "metadata"):
             error = error_of(server.client.get(f"/v1/videos/{id}/{what}"), 409, "not_completed")
@@ -256,7 +261,7 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer
 def test_clients_that_cancel_keep_no_other_waiting(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the ranks never let go of the clip."""
+    """60 clients that wait for a cancel block no other client, even if the clip never stops."""
     monkeypatch.setattr(ClipHandle, "cancel", lambda _: False)
     assert isinstance(server, ServerHere)
     with long_clip(server) as id:
@@ -291,7 +296,10 @@ def test_an_image_comes_back_as_it_was_sent_while_it_is_there(server: HttpServer
 
 
 def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
-    """Also for a client that comes back; after the last one it gets 204, as a browser needs it."""
+    """A client that reconnects gets the events that follow its last one.
+
+    After the last event it gets status 204, which makes a browser stop reconnecting.
+    """
     (id,) = server.add(steps=100)
     with server.events(id) as events:
         first = list(itertools.islice(events, 2))
@@ -322,7 +330,7 @@ def test_the_events_of_a_deleted_clip_end_by_saying_so(server: HttpServer) -> No
 
 
 def test_what_no_route_has_is_refused(server: HttpServer) -> None:
-    """A thumbnail would otherwise be the whole clip."""
+    """An unknown `variant` is refused. Otherwise the whole clip would be sent as a thumbnail."""
     (id,) = server.add(steps=1)
     path = f"/v1/videos/{id}/content?variant=thumbnail"
     error = error_of(server.client.get(path), 422, "invalid_request")
@@ -331,17 +339,17 @@ def test_what_no_route_has_is_refused(server: HttpServer) -> None:
 
 
 def value_of(server: HttpServer, name: str) -> float:
-    """The sum of a metric's series."""
+    """Return the sum of all series of a metric."""
     text = server.client.get("/metrics").text
     found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
     assert found, name
     return sum(map(float, found))
 
 
-# --- requests as other programs send them, in JSON, with the mp4 as answer ----------------------
+# --- requests in the formats of other programs, also in JSON, with the mp4 as the response ------
 
 SYNC = "/v1/videos/sync"
-#: As vLLM-Omni's clients name them.
+#: Fields of a request, with the names that vLLM-Omni's clients use.
 THEIRS = {"num_frames": 2, "num_inference_steps": 3, "width": 128, "height": 128, "seed": 5}
 OURS = {"frames": 2, "steps": 3, "size": "128x128", "seed": 5}
 BASE64 = b64encode(PHOTO).decode()
@@ -350,7 +358,7 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 @pytest.fixture(scope="module")
 def clip(demo: HttpServer) -> str:
-    """The latents of the clip of `OURS`, by the usual routes."""
+    """Hash of the latents of a clip with the fields `OURS`, requested at /v1/videos."""
     (id,) = demo.add(**OURS)
     demo.wait_for(id, "completed")
     return latents_of(demo, id)
@@ -404,7 +412,7 @@ def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
 
 
 def running(server: HttpServer) -> str:
-    """The id of the clip that the ranks make, once they do."""
+    """Wait until a clip is in progress, and return its id."""
     path = "/v1/videos?status=in_progress"
     wait(lambda: server.client.get(path).json()["data"])
     return str(server.client.get(path).json()["first_id"])
@@ -461,12 +469,12 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
     assert "HTTPValidationError" not in document["components"]["schemas"]
-    assert server.client.get("/docs").status_code == 404  # its scripts are another host's
+    assert server.client.get("/docs").status_code == 404  # its scripts are on another host
 
 
 def test_metrics_follow_clips(server: HttpServer) -> None:
     before = value_of(server, "svdpp_eta_error_ratio_count")
-    for _ in range(2):  # the second one has an ETA from the beginning
+    for _ in range(2):  # only the second clip has an ETA when it is requested
         server.wait_for(server.add(steps=20)[0], "completed")
     wait(lambda: value_of(server, "svdpp_eta_error_ratio_count") > before)
     assert value_of(server, "svdpp_jobs") == len(server.all_ids())

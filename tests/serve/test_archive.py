@@ -1,4 +1,4 @@
-"""Archives of finished clips: what is in them, and what they take."""
+"""Zip archives of finished clips: contents, refusals, and failures while an archive is sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tests.support.http_server import HttpServer, error_of, wait
 
 @pytest.fixture(scope="module")
 def ids(server: HttpServer) -> list[str]:
-    """Three finished clips, of which two have the same name but for its case; with contents."""
+    """Ids of three finished clips with files. Two of their names differ only in upper and lower
+    case.
+    """
     names = ("sea.jpg", "SEA.jpg", "Zürich am See.png")
     found = [server.add(name=name, seed=7)[0] for name in names]
     for id in found:
@@ -61,7 +63,7 @@ def test_an_archive_of_some_clips_and_one_without_its_file(
     ]
     (empty,) = server.add()
     server.wait_for(empty, "completed")
-    archive = _archive(server, ids=empty)  # the dummy model makes no files
+    archive = _archive(server, ids=empty)  # the dummy model writes no files
     assert archive.namelist() == [CLIPS_FILE]
     assert json.loads(archive.read(CLIPS_FILE))["file"] is None
     server.client.delete(f"/v1/videos/{empty}")

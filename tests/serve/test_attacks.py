@@ -1,4 +1,4 @@
-"""Hostile requests to the real server: each is refused, and the server goes on as before."""
+"""Hostile requests to a real server: each is refused, and the server keeps working."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FORM = b"Content-Type: multipart/form-data; boundary=x\r\n"
 
 @pytest.fixture(autouse=True)
 def unharmed(server: HttpServer) -> Iterator[None]:
-    """Afterwards there is no new clip and no new file."""
+    """Check after each test that there is no new clip, no new file, no restart and no log line."""
     server.wait_ready()
     before = state_of(server)
     yield
@@ -42,7 +42,7 @@ END = part("input_reference", b"no photograph", '; filename="a.png"') + b"--x--\
 
 
 def send(server: HttpServer, body: bytes, kind: str = "") -> httpx.Response:
-    """The answer to a form of these bytes."""
+    """Send a form with the given body, and return the response."""
     headers = {"content-type": f"multipart/form-data; boundary=x{kind}"}
     return server.client.post("/v1/videos", content=body, headers=headers)
 
@@ -52,7 +52,9 @@ def send(server: HttpServer, body: bytes, kind: str = "") -> httpx.Response:
 
 @pytest.mark.parametrize("charset", ["punycode", "undefined", ""])
 def test_no_codec_but_utf_8(server: HttpServer, charset: str) -> None:
-    """Python decodes a megabyte of punycode for minutes."""
+    """A charset other than UTF-8 is refused. Python would decode a megabyte of punycode for
+    minutes.
+    """
     body = part("prompt", b"a" * 500_000 + b"-" + b"a" * 500_000) + END
     error_of(send(server, body, f"; charset={charset}"), 415, "unsupported_charset")
 
@@ -100,17 +102,20 @@ def test_half_a_request_leaves_nothing(server: HttpServer) -> None:
         connection.sendall(HEAD + FORM + b"Content-Length: 5000\r\n\r\n" + body)
         connection.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):
-            connection.recv(65536)  # until the server closes it, too
+            connection.recv(65536)  # wait until the server closes the connection
 
 
 def test_a_request_of_two_lengths(server: HttpServer) -> None:
-    """A proxy before the server may go by the other one, and find two requests in one."""
+    """A request with two lengths is refused.
+
+    A proxy in front of the server might use the other length, and see two requests in the body.
+    """
     lengths = b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
     assert server.raw(HEAD + FORM + lengths).startswith(b"HTTP/1.1 400 ")
 
 
 def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
-    """Bodies that never end, as many as there may be, do not keep other requests waiting."""
+    """Uploads that never end do not block other requests, even if there are as many as allowed."""
     with ExitStack() as opened:
         waiting = [opened.enter_context(server.connected()) for _ in range(40)]
         for connection in waiting:

@@ -1,4 +1,4 @@
-"""Batches in the tables of the queue: their lines become jobs, and all else follows from these."""
+"""Batches in the tables of the queue: lines become jobs, and the jobs determine the status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def new_batch(id: str = "batch_1", total: int = 2, **values: Any) -> Batch:
 
 
 def lines(batch: Batch, number: int) -> list[Job]:
-    """The jobs of the next lines."""
+    """Return jobs for the next `number` lines of a batch."""
     return [
         new_job(
             owner=batch.owner,
@@ -44,7 +44,7 @@ def lines(batch: Batch, number: int) -> list[Job]:
 
 
 def stored(table: BatchTable, **values: Any) -> tuple[Batch, list[Job]]:
-    """A batch whose lines are all jobs."""
+    """Add a batch, and jobs for all its lines; return both."""
     batch = table.add(new_batch(**values), max_open=1000, max_open_of_owner=None)
     jobs = lines(batch, batch.total)
     assert table.add_lines(batch, jobs)
@@ -118,7 +118,7 @@ def test_lines_fill_the_queue_for_nobody(table: BatchTable, each_store: JobQueue
     with pytest.raises(QueueFullError) as full:
         each_store.add(new_job(owner="bob"), max_open=1)
     assert full.value.details == {"open": 1, "limit": 1}
-    # But they count for their own key.
+    # The lines count towards the limit of the key that sent the batch.
     with pytest.raises(QueueFullError) as full:
         each_store.add(new_job(owner="alice"), max_open=9, max_open_of_owner=5)
     assert full.value.details == {"open": 5, "limit": 5, "owner": "alice"}

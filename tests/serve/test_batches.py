@@ -1,4 +1,4 @@
-"""Batches over HTTP, in the shape of OpenAI's Batch API, with real servers that are killed, too."""
+"""Batches over HTTP, in the format of OpenAI's Batch API, at real servers that are also killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINES = {"Content-Type": "application/jsonl"}
 
 
 def picture(number: int) -> bytes:
-    """A small image that no other number has."""
+    """Return a small PNG file, a different one for each number."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (number % 256, number // 256, 7)).save(file, "PNG")
     return file.getvalue()
@@ -36,7 +36,7 @@ def line(custom_id: str, image: bytes = PHOTO, **body: Any) -> str:
 
 
 def requested(server: HttpServer, *lines: str, **headers: str) -> dict[str, Any]:
-    """The new batch."""
+    """Request a batch with the given lines, and return its JSON."""
     content = "\n".join(lines)
     answer = server.client.post("/v1/batches", content=content, headers={**LINES, **headers})
     assert answer.status_code == 200, answer.text
@@ -45,7 +45,7 @@ def requested(server: HttpServer, *lines: str, **headers: str) -> dict[str, Any]
 
 
 def ended(server: HttpServer, id: str) -> dict[str, Any]:
-    """The batch, once all its lines have ended."""
+    """Wait until a batch has ended, and return its JSON."""
     found: dict[str, Any] = {}
 
     def has_ended() -> bool:
@@ -94,7 +94,7 @@ def test_a_batch_as_clients_of_openai_send_it(server: HttpServer) -> None:
     content = server.client.get(f"/v1/files/{done['output_file_id']}/content").content
     assert (about["purpose"], about["bytes"]) == ("batch_output", len(content))
     assert done["error_file_id"] is None
-    # The lines are videos now, which have the images.
+    # The input file is deleted, because its lines have become videos with their own images.
     gone = error_of(server.client.get(f"/v1/files/{file['id']}"), 404, "file_not_found")
     assert batch["id"] in gone["hint"]
     listed = server.client.get(f"/v1/videos?batch_id={batch['id']}&order=asc").json()["data"]
@@ -107,7 +107,7 @@ def test_the_same_lines_are_one_batch(server: HttpServer) -> None:
     lines = [line("a"), line("b")]
     first, again = (requested(server, *lines, **{"Idempotency-Key": "k"}) for _ in range(2))
     assert first["id"] == again["id"]
-    # A drawn seed is the same after a crash, and another one in each line.
+    # Seeds that the server draws differ between the lines.
     done = ended(server, first["id"])
     seeds = {each["response"]["body"]["seed"] for each in results(server, done["output_file_id"])}
     assert len(seeds) == 2
@@ -249,7 +249,10 @@ def test_a_key_sees_its_own_batches_and_has_its_turn(tmp_path: Path) -> None:
 
 
 def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
-    """Killed while it decodes, and while it makes clips: each line is one clip."""
+    """Each line makes exactly one clip, although the server is killed twice.
+
+    It is killed while it decodes images, and again while it makes clips.
+    """
     folder, number = tmp_path / "data", 16
     with HttpServer(folder, *QUICK) as server:
         lines = [line(f"{index}", picture(index), seed=index, steps=1) for index in range(number)]

@@ -1,4 +1,4 @@
-"""The engine makes every job once, to the same bits, whatever happens to its ranks."""
+"""The service's engine makes every job once, with the same bits, even if its ranks fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
         jobs = service.wait_final(ids)
         assert service.engine.state == "ready"
         assert service.engine.restarts == 0
-        # The last events of a clip's ranks arrive after its end.
+        # The ranks' last events about a clip arrive after the clip has ended.
         service.wait(lambda: service.engine.is_idle, "it is not idle")
         service.wait(
             lambda: {rank.doing for rank in service.engine.rank_monitor.snapshot()} == {"idle"},
@@ -59,7 +59,7 @@ def test_every_job_is_made_once_in_order(tmp_path: Path) -> None:
 
 def test_the_grace_finishes_what_it_can_and_the_next_start_goes_on(tmp_path: Path) -> None:
     config = dummy_config(2, step_seconds=0.05)
-    # Three clips are in the pipeline, of which the first is made.
+    # Three clips are in the pipeline. The first one is completed; the second one stops at step 5.
     with serving(tmp_path, config, grace=0.4, stop=(1, 1, 5)) as service:
         ids = service.add(*range(8))
         service.wait_for_step(ids[1], 5)
@@ -114,7 +114,7 @@ def test_each_job_has_its_own_parameters_and_fails_alone(tmp_path: Path) -> None
         ids = [service.add(7, sampling=own)[0] for own in samplings]
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 0
-    failed = jobs.pop(1)  # the ranks cannot divide 7 steps
+    failed = jobs.pop(1)  # two ranks cannot divide 7 steps equally
     assert failed.error is not None
     assert (failed.state, failed.error["type"]) == (JobState.FAILED, "RequestError")
     assert len(set(latents(jobs))) == 3
@@ -139,7 +139,10 @@ def _large_job(folder: Path, seed: int, photo: Path) -> Job:
 def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
     tmp_path: Path, photo_24mp: Path
 ) -> None:
-    """An image that cannot be prepared fails its own clip only."""
+    """A clip with a small image overtakes clips whose large images are still being prepared.
+
+    An image that cannot be prepared makes only its own clip fail.
+    """
     waits: dict[int, float] = {}
 
     def note(_: int, event: Event) -> None:
@@ -153,7 +156,7 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
         (tmp_path / "photos" / large[2].input_file).unlink()
         done = service.made(*large[:2], demo_job(tmp_path, 3), large[2])
         lost = done.pop()
-        # No rank has waited for the large images.
+        # The large images were prepared in advance, so no rank has waited for them.
         assert max(waits[1], waits[2]) < allowing_for_others(0.5)
         in_order = service.made(*(demo_job(tmp_path, seed, photo_24mp) for seed in (1, 2)))
     assert lost.state is JobState.FAILED
@@ -166,7 +169,7 @@ def test_a_small_clip_goes_before_a_large_image_and_both_have_their_bits(
 def test_a_clip_can_be_cancelled_while_its_image_is_prepared(
     tmp_path: Path, photo_24mp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The preparation of the first one does not end; the next one begins all the same."""
+    """A clip whose image is never ready can be cancelled, and the next clip is made."""
     asked: list[ClipRequest] = []
     prepare = Pipeline.prepare_image
 
@@ -191,14 +194,14 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
     config = dummy_config(2, step_seconds=0.05)
     with serving(tmp_path, config, stop=(1, 1, 5)) as service:
         ids = service.add(*range(5))
-        service.wait_for_step(ids[1], 5)  # rank 1 works on it, rank 0 on the next one
+        service.wait_for_step(ids[1], 5)  # rank 1 works on this clip, rank 0 on the next one
         service.kill(1)
         service.go_on()
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 1
         resumed = [job.metadata["resumed_from_step"] for job in jobs]
         assert [job.id for job in service.ended] == ids
-        service.kill(0)  # an idle rank, which blames no clip
+        service.kill(0)  # the rank is idle, so its end counts against no clip
         service.wait(lambda: service.engine.restarts == 2, "no restart")
         jobs += service.wait_final(service.add(5))
     assert {job.state for job in jobs} == {JobState.COMPLETED}
@@ -331,7 +334,7 @@ def test_checkpoints_of_a_killed_server_are_removed_after_the_last_clip(tmp_path
     left = tmp_path / "latents" / f"{'0' * 64}_step3.safetensors"
     with serving(tmp_path, dummy_config(2), stop=(0, 1, 1)) as service:
         ids = service.add(0, 1)
-        service.wait_for_step(ids[1], 1)  # the queue is empty, and a clip runs
+        service.wait_for_step(ids[1], 1)  # the queue is empty, and one clip is in progress
         left.write_bytes(b"late")
         service.go_on()
         service.wait_final(ids)

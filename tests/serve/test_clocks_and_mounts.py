@@ -1,4 +1,4 @@
-"""What a wrong clock, or a folder whose disk is not mounted, must not delete."""
+"""A wrong clock, or a data folder whose disk is not mounted, makes no server delete anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 @contextlib.contextmanager
 def clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    """The machine's clock is set to another time during the block."""
+    """Set the machine's clock ahead by `seconds` during the block, or back if negative."""
     now = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: now() + seconds)
@@ -40,7 +40,10 @@ def clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
 def test_a_clock_that_jumps_ages_nothing(
     each_store: JobQueue, monkeypatch: pytest.MonkeyPatch, days: float
 ) -> None:
-    """Neither clips that end before or after it, and no clip takes a negative time."""
+    """A jump of the clock makes no clip too old, and no clip's duration negative.
+
+    This holds for a clip that ended before the jump and for one that ends after it.
+    """
     queue = each_store
     before = in_state(queue, JobState.COMPLETED, created_at=queue.now())
     running = add(queue, created_at=queue.now())
@@ -114,7 +117,10 @@ def test_a_clock_is_trusted_after_ten_minutes(monkeypatch: pytest.MonkeyPatch) -
 def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a machine that boots before NTP has set its clock."""
+    """A server whose clock is 400 days ahead at its start removes no clips.
+
+    This happens on a machine that boots before NTP has set its clock.
+    """
     with contextlib.closing(JobQueue(tmp_path / "data")) as queue:
         ids = {in_state(queue, JobState.COMPLETED, created_at=queue.now()) for _ in range(3)}
     monkeypatch.setenv("LD_PRELOAD", str(_FAKETIME))
@@ -122,7 +128,7 @@ def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
     monkeypatch.setenv("DONT_FAKE_MONOTONIC", "1")
     with HttpServer(tmp_path / "data", *QUICK, "--keep-days", "1", "--keep-gb", "1") as server:
         monkeypatch.undo()
-        server.wait_ready()  # retention begins with the server
+        server.wait_ready()  # retention would have removed the clips when the server started
         time.sleep(1.0)
         for id in ids:
             assert server.video(id)["status"] == "completed"
@@ -130,7 +136,7 @@ def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
 
 @contextlib.contextmanager
 def unmounted(folder: Path) -> Iterator[None]:
-    """Only the empty place where the folder's disk is mounted is there."""
+    """Replace a folder by an empty one during the block, as if its disk were not mounted."""
     away = folder.with_name("away")
     folder.rename(away)
     folder.mkdir()
@@ -144,7 +150,7 @@ def unmounted(folder: Path) -> Iterator[None]:
 def test_nothing_is_removed_while_its_disk_is_not_mounted(
     each_store: JobQueue, tmp_path: Path
 ) -> None:
-    """Not the row either, so that the files go later."""
+    """While a job's files are away, its row is kept too, so that the files can be removed later."""
     queue, folder = each_store, tmp_path / "data"
     id = in_state(queue, JobState.COMPLETED)
     clip = job_of(queue, id).clip_path(folder)
@@ -173,7 +179,7 @@ def test_nothing_is_removed_while_its_disk_is_not_mounted(
 def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not fail for their missing images."""
+    """Clips whose images are on an unmounted disk wait until it is mounted; they do not fail."""
     folder = tmp_path / "data"
     request_builder, failures = RequestBuilder.__call__, [True]
 
@@ -200,7 +206,10 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
 def test_a_clip_whose_files_were_away_for_a_moment_is_begun_once_more(
     times: int, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is mounted again before anybody looks; what lasts is a failure in the end."""
+    """A clip whose image is missing once is begun again; if it is missing twice, the clip fails.
+
+    The disk is mounted again before the server checks whether it is.
+    """
     request_builder, begun = RequestBuilder.__call__, list[object]()
 
     def missing(self: RequestBuilder, job: object) -> object:
@@ -239,7 +248,10 @@ def test_an_upload_whose_disk_goes_is_not_called_an_unreadable_image(
 def test_a_server_says_that_its_files_are_not_mounted(
     start: Callable[..., HttpServer], tmp_path: Path
 ) -> None:
-    """By 503 to everyone who needs them, and not that a disk is full or a clip has no file."""
+    """While the data folder is not mounted, requests that need its files get status 503.
+
+    The server does not claim that the disk is full or that the clip has no file.
+    """
     server = start(*QUICK)
     (id,) = server.add()
     server.wait_for(id, "completed")

@@ -1,4 +1,4 @@
-"""PostgreSQL that hangs, is read-only for a while, or has a password that nobody may read."""
+"""Queue on a PostgreSQL that hangs or is read-only for a while; passwords are never shown."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SECRETS = ("pa55", "w0rd")
 
 @pytest.fixture
 def queue(tmp_path: Path, database: str) -> Iterator[JobQueue]:
-    """A queue in PostgreSQL."""
+    """Queue in PostgreSQL."""
     with contextlib.closing(JobQueue(tmp_path / "data", url=database)) as queue:
         yield queue
 
 
 def _set_read_only(postgres: Postgres, database: str, mode: str) -> None:
-    """New sessions are read-only or not, and all present ones end."""
+    """Make new sessions of a database read-only ("on") or not ("off")."""
     name = database.rpartition("/")[2]
     postgres.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {mode}")
 
@@ -58,7 +58,7 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
     id = add(queue)
     queue.backend.check()
     assert job_of(queue, id).state is JobState.QUEUED
-    queue.backend.listen(0.0)  # it asks for notes again
+    queue.backend.listen(0.0)  # it listens for notifications again
     other = add(queue)
     assert queue.backend.listen(5.0) == ["queued"]
     assert take_all(queue) == [id, other]
@@ -66,12 +66,15 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
 
 @pytest.mark.slow
 def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> None:
-    """PostgreSQL ends no session when it takes no changes any more."""
+    """A connection whose session has become read-only is replaced by a new connection.
+
+    PostgreSQL keeps the session open when it becomes read-only.
+    """
     id = add(queue)
     for connection in queue.backend._open.values():  # type: ignore[union-attr]
         connection.execute("SET default_transaction_read_only = on")
     with pytest.raises(BackendUnavailableError, match="read-only"):
-        queue.backend.check()  # as /ready does
+        queue.backend.check()  # /ready makes the same check
     queue.backend.check()
     queue.backend._open["write"].execute(  # type: ignore[union-attr]
         "SET default_transaction_read_only = on"
@@ -86,7 +89,7 @@ def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> Non
 def test_notes_are_asked_for_until_it_succeeds(
     queue: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not for ever on a connection whose LISTEN has failed."""
+    """After a failed LISTEN, the next call listens again and gets notifications."""
     monkeypatch.setattr(postgres_module, "_RETRY_SECONDS", 0.0)
     execute, failures = (
         postgres_module.Connection.execute,

@@ -1,4 +1,4 @@
-"""What a server knows without ranks: what they cannot make, when clips are done, its metrics."""
+"""Server without running ranks: clips that the ranks cannot make, ETAs, and metrics."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.support.engines import (
     take_all,
 )
 
-# --- what the ranks cannot make is refused, or held -----------------------------------------------
+# --- clips that the ranks cannot make are refused or held -----------------------------------------
 
 
 def test_steps_that_need_a_rank_without_weights() -> None:
@@ -70,7 +70,8 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**30)
     with pytest.raises(OutOfMemoryError, match="out of memory before the run"):
         gate.check(large)
-    # The ranks hold their own size already, however little is left.
+    # A clip of the size for which the server was started fits, even with little free memory,
+    # because the ranks already hold the memory for it.
     gate.check(config.sampling)
     gate.check(replace(config.sampling, num_inference_steps=2))
     monkeypatch.setattr(memory, "available_bytes", lambda: 2**50)
@@ -78,14 +79,16 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def served(folder: Path, world_size: int = 2) -> Service:
-    """A server of the dummy model, which is not started."""
+    """Return the service of a server of the dummy model that is not started."""
     config = dummy_config(world_size)
     settings = ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9)
     return build(settings, None)[1]
 
 
 def test_what_is_held_says_why(tmp_path: Path) -> None:
-    """Weights count, and so do steps that the ranks cannot divide."""
+    """A held job names its reason: another model, other weights, or steps that the ranks cannot
+    divide.
+    """
     with closing(JobQueue(tmp_path)) as queue:
         add(queue, model="dummy")
         other = add(queue, model="b", sampling=WanSampling())
@@ -118,13 +121,16 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
     assert store.cancel_waiting(id)
 
 
-# --- ETAs: the work before a clip, divided among all ranks, and its own, as measured ------------
+# --- ETAs: the work before a clip, divided among all ranks, and the clip's own work -------------
 
 HALF = replace(SAMPLING, width=SAMPLING.width // 2)
 
 
 def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any) -> RunningClip:
-    """One that the ranks have; `steps_done` is None before it is begun."""
+    """Return a clip that the ranks have. `steps_done` is None if no rank has begun it.
+
+    `passed` is the number of seconds since the clip's last event.
+    """
     clip = RunningClip(dummy_job(index, **values), ClipRequest(seed=0), {})
     rank = None if steps_done is None else 0
     handle: Any = SimpleNamespace(progress=ClipProgress(steps_done or 0, STEPS, rank))
@@ -133,7 +139,10 @@ def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any
 
 @pytest.fixture
 def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EtaEstimator]:
-    """Those of a server whose clips take 1 s to encode, 2 s a step and 4 s to decode."""
+    """Function that returns the ETA estimator of a server with the given clips.
+
+    A clip takes 1 s to encode, 2 s for each step, and 4 s to decode.
+    """
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
 
     def of_server(
@@ -148,7 +157,7 @@ def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         config = SimpleNamespace(world_size=ranks, parallel=ParallelConfig())
         engine: Any = SimpleNamespace(dispatcher=dispatcher, config=config)
         found = EtaEstimator(store, engine, lambda: servers)
-        for seconds in (9.0, 2.0, 2.0):  # the rank warms up
+        for seconds in (9.0, 2.0, 2.0):  # the first step is slow, because the rank warms up
             found(0, StepDone(clip=0, step=1, seconds=seconds))
         for action, seconds in (("ENCODE c0 @0", 1.0), ("DECODE c0 @8", 4.0)):
             end = 1.0 + seconds
@@ -177,7 +186,10 @@ def test_clips_that_wait_share_all_ranks_in_the_order_of_their_turns(
 def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
     store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
-    """Equal shares of steps and the decode on the last of two ranks: the first one waits."""
+    """ETAs follow the busiest rank, and include the time to write the file.
+
+    Both of two ranks do half of the steps, and the last one also decodes, so the first one waits.
+    """
     for seed in range(3):
         store.add(dummy_job(seed), max_open=None)
     made = estimates(ranks=2)
@@ -200,7 +212,7 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
 def test_the_etas_follow_ranks_that_become_slower_within_few_clips(
     store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
-    """As when others load the machine, after hours without them."""
+    """If the ranks become half as fast after 200 clips, the ETAs are right again after 5 clips."""
     job = store.add(dummy_job(0), max_open=None)
     made = estimates()
 
@@ -270,11 +282,11 @@ def test_before_a_step_is_measured_there_are_places_alone(
     assert own.seconds_until_slot() == 5.0
 
 
-# --- metrics, and the view of the ranks -----------------------------------------------------------
+# --- metrics --------------------------------------------------------------------------------------
 
 
 class Scraped:
-    """The metrics of a server."""
+    """Metrics of a server, read as Prometheus would; the queue and the engine are stand-ins."""
 
     def __init__(self) -> None:
         self.jobs = dict.fromkeys(JobState, 0)
@@ -336,21 +348,24 @@ def test_the_last_sample_of_each_rank_is_shown() -> None:
     assert server.value("svdpp_rank_resident_bytes", rank=0) == 300
     assert server.value("svdpp_rank_gpu_load_ratio", rank=0) == 0.5
     assert server.value("svdpp_rank_gpu_power_watts", rank=0) == 412
-    observe(0, first.model_copy(update={"sent_bytes": 1}))  # of a rank that was started again
+    observe(0, first.model_copy(update={"sent_bytes": 1}))  # the rank has restarted
     assert server.value("svdpp_rank_moved_bytes_total", rank=0, direction="sent") == 91
     with pytest.raises(ValueError, match="unpack"):
         server.value("svdpp_rank_gpu_load_ratio", rank=0)
 
 
 def test_the_service_scores_its_promises_and_its_proofs() -> None:
-    """A clip that differs is an alert."""
+    """Metrics compare promised and actual times, and count verifications.
+
+    A verification that finds a difference sets the metric `svdpp_verification_mismatch`.
+    """
     server = Scraped()
     assert server.metrics.eta_error() == {"clips": 0, "median": None}
     for actual in (100.0, 110.0, 150.0):
         done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)
         server.metrics.count_final_job(replace(done, promised_seconds=100.0))
     server.metrics.count_final_job(new_job(state=JobState.FAILED, finished_at=1050.0))
-    # Without a promise there is nothing to score.
+    # This job has no promised time, so it does not count as an error of an ETA.
     server.metrics.count_final_job(new_job(state=JobState.COMPLETED, finished_at=1050.0))
 
     assert server.value("svdpp_clips_total", state="completed") == 4

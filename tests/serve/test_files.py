@@ -1,4 +1,4 @@
-"""Answers that are files: ranges, conditions and names, by RFC 9110 and RFC 6266."""
+"""HTTP responses with files: ranges, conditions (RFC 9110) and file names (RFC 6266)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_range_that_cannot_be_read_is_ignored(file: PrivateFile, text: str) ->
         ("Bytes = 98-", CONTENT[98:]),
         ("bytes=-3", CONTENT[-3:]),
         ("bytes=90-1000", CONTENT[90:]),
-        ("bytes=200-300, 1-2", CONTENT[1:3]),  # what it has of what was asked for
+        ("bytes=200-300, 1-2", CONTENT[1:3]),  # only the second range exists
     ],
 )
 def test_a_range_is_sent(file: PrivateFile, text: str, content: bytes) -> None:
@@ -131,7 +131,10 @@ def test_a_further_input_is_named_by_its_field_and_its_kind(tmp_path: Path, name
 
 
 def test_the_type_of_a_file_is_that_of_its_suffix(tmp_path: Path) -> None:
-    """`data:` at the beginning of a client's file name is no scheme of a URL."""
+    """The content type follows the suffix of the stored file, not the file name that a client sent.
+
+    A name that starts with `data:` is not read as a URL.
+    """
     path = tmp_path / "video_1.png"
     path.write_bytes(CONTENT)
     job = new_job(id="video_1", input_file="video_1.png", input_name="data:text,cat.html")

@@ -1,6 +1,6 @@
-"""Real servers, alone and over one PostgreSQL: each clip is made once, whatever ends or is killed.
+"""Real servers, single and with a shared PostgreSQL, make each clip once despite kills and outages.
 
-`tools/soak/serve_soak.py` does the same for minutes, at random moments.
+`tools/soak/serve_soak.py` tests the same for minutes, with faults at random times.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def _servers(server: HttpServer) -> list[dict[str, Any]]:
 
 
 def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
-    """Waits for clips, each of which has the latents of a plain loop from its seed."""
+    """Wait until clips are completed, and compare their latents with those of a plain loop.
+
+    `ids` has the seed of each clip.
+    """
     for id, seed in ids.items():
         server.wait_for(id, "completed")
         metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
@@ -55,7 +58,10 @@ def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
 
 
 def _begun_by(pair: Pair, **form: Any) -> tuple[HttpServer, HttpServer, str]:
-    """Which server makes a new clip, the other one, and the clip after a step."""
+    """Request a clip. Return the server that makes it, the other server, and the clip's id.
+
+    The clip has finished at least one step.
+    """
 
     def makers() -> list[HttpServer]:
         return [server for server in pair if _servers(server)[0]["claims"]]
@@ -109,7 +115,7 @@ def _a_clip_is_cancelled_at_any_server(pair: Pair) -> None:
 
 
 def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
-    """What is in progress is finished; new requests are told to come back."""
+    """Clips in progress survive an outage of the database. New requests get status 503."""
     maker, other, begun = _begun_by(pair, seed=8, steps=300)
     ids = {begun: 8, maker.add(seed=9)[0]: 9}
     with maker.events(begun) as events:
@@ -138,7 +144,10 @@ def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
 def _an_upload_that_the_database_interrupts_is_answered(
     server: HttpServer, folder: Path, postgres: Postgres, database: str
 ) -> None:
-    """And leaves no file of a job that is not stored, an hour later."""
+    """A request during a restart of the database gets a response.
+
+    If its job is not stored, the job's files are removed within two hours.
+    """
     with ThreadPoolExecutor(4) as clients:
         for _ in range(3):
             answers = [clients.submit(server.request, seed=1) for _ in range(24)]
@@ -156,7 +165,7 @@ def _an_upload_that_the_database_interrupts_is_answered(
 
 
 def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
-    """Before the end of its lease."""
+    """A server that shuts down requeues its clip at once, before the lease expires."""
     leaving, other, id = _begun_by(pair, seed=6, steps=300)
     assert leaving.stop() == 0
     wait_made(other, {id: 6})
@@ -166,7 +175,7 @@ def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A data folder; at the end no process and no temporary file of its servers may be left."""
+    """Data folder. Check after the test that its servers left no process and no temporary file."""
     temporary, data = tmp_path / "t", tmp_path / "data"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -181,12 +190,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _requested(server: HttpServer, request: str) -> list[str]:
-    """The ids of clips."""
+    """Request three clips with idempotency keys, and return their ids."""
     return [server.add(seed=seed, steps=40, key=f"{request}{seed}")[0] for seed in _SEEDS]
 
 
 def _begun(server: HttpServer, request: str) -> list[str]:
-    """The ids of new clips, the first of which is begun."""
+    """Request three clips, wait until the first one has begun, and return their ids."""
     server.wait_ready()
     ids = _requested(server, request)
     wait(lambda: server.video(ids[0])["step"] > 0)
@@ -196,12 +205,15 @@ def _begun(server: HttpServer, request: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.timing
 def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path) -> None:
-    """And a server beside a rank that is stopped."""
+    """All clips are made, although the server, a rank and the fork server are killed one by one.
+
+    The server is killed once more while one of its ranks is stopped.
+    """
     with HttpServer(folder, *QUICK) as server:
         first = _begun(server, "first")
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *QUICK) as server:
-        assert _requested(server, "first") == first  # a client tries again
+        assert _requested(server, "first") == first  # the client repeats its requests
         wait_made(server, dict(zip(first, _SEEDS, strict=True)))
         second = _begun(server, "second")
         ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
@@ -221,7 +233,10 @@ def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path)
 
 @pytest.fixture
 def lapsed(tmp_path: Path, database: str) -> Iterator[tuple[Serving, JobQueue, str]]:
-    """A server whose clip is at its second step, another one that has put it back, and its id."""
+    """Server with a clip at step 2, another queue that has requeued this clip, and the clip's id.
+
+    The server's lease on the clip expired, but the server does not know this yet.
+    """
     with (
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,
         closing(JobQueue(tmp_path, url=database, lease_seconds=0.1)) as other,
@@ -238,7 +253,10 @@ def lapsed(tmp_path: Path, database: str) -> Iterator[tuple[Serving, JobQueue, s
 def test_a_clip_that_another_server_has_taken_is_not_published(
     lapsed: tuple[Serving, JobQueue, str], is_noticed: bool
 ) -> None:
-    """Neither if the server knows that it has lost the claim, nor if it learns so at the end."""
+    """A server does not publish a clip that another server has claimed meanwhile.
+
+    Either the server notices early that it has lost its claim, or only when it completes the clip.
+    """
     own, other, id = lapsed
     taken(other)
     if is_noticed:
@@ -255,7 +273,10 @@ def test_a_clip_that_another_server_has_taken_is_not_published(
 def test_a_server_does_not_make_a_clip_twice_at_once(
     lapsed: tuple[Serving, JobQueue, str],
 ) -> None:
-    """It takes the same job again before it knows that its claim has ended."""
+    """A server that claims its own lost clip again makes that clip only once.
+
+    It claims the clip before it knows that its first claim has ended.
+    """
     own, other, id = lapsed
     own.engine.dispatcher.wake()
     own.wait(lambda: own.engine.dispatcher.clips()[0].is_revoked, "it is not noticed")

@@ -1,4 +1,4 @@
-"""LoRAs that requests name: by the stems of the files in the server's folder, never by a path."""
+"""LoRAs in requests: named by the stem of a file in the server's folder, never by a path."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
         return server.loras.find(request.value("lora"))
 
     style = Lora(name="style", weight=0.8, sha256=hashes["style"])
-    # As vLLM-Omni's clients send it, in JSON or in a form; as on the command line.
+    # A LoRA as vLLM-Omni's clients send it, in JSON or as a form field, and in the command line's
+    # syntax.
     for value in ({"name": "style", "scale": 0.8}, '{"name": "style", "scale": 0.8}', "style:0.8"):
         assert found(value) == (style,)
     both = found(["style:0.8", {"name": "slow"}])
@@ -72,13 +73,14 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     assert [file.lora.weight for file in server.loras.files(both)] == [0.8, 1.0]
 
     assert server.loras.missing_reason(both) is None
-    other = Lora(name="slow", sha256="0" * 64)  # the name is the same, and the file is not
+    other = Lora(name="slow", sha256="0" * 64)  # the same name with another file
     assert server.loras.missing_reason([other]) is not None
     with pytest.raises(RequestError, match="this server does not have the job's LoRA slow"):
         server.loras.files([other])
     assert LoraCatalog().missing_reason(both) is not None
 
-    # In a fleet, names of other servers count; the same name may stand for another file there.
+    # In a fleet, a request may name the LoRA of another server. Two servers may have different
+    # files with the same name.
     shared = {"style": {hashes["style"]}, "far": {"1" * 64}, "both": {"2" * 64, "3" * 64}}
     assert server.loras.find("far:0.5", shared) == (Lora(name="far", weight=0.5, sha256="1" * 64),)
     with pytest.raises(RequestError, match="one file at some servers and another file") as refused:
@@ -124,7 +126,10 @@ def test_a_server_without_loras_says_how_it_gets_some(tmp_path: Path) -> None:
 
 
 def test_loras_that_do_not_fit_are_named_at_the_start(ltx: Path, tmp_path: Path) -> None:
-    """Before a rank is started, with the tensor."""
+    """A LoRA that does not fit the model is refused before a rank starts.
+
+    The error names a tensor.
+    """
     wan = save_tiny_wan(tmp_path / "wan")
     save_tiny_lora(wan, tmp_path / "loras" / "sea.safetensors", seed=1)
     options = ("--lora-dir", str(tmp_path / "loras"), "--data", str(tmp_path / "data"))
@@ -171,7 +176,7 @@ def test_clips_with_loras_that_requests_name_are_made_and_proven(
 
 @contextmanager
 def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Iterator[list[Service]]:
-    """Services of one fleet, of which the first has LoRAs; their threads and ranks do not run."""
+    """Yield two services of a fleet without threads and ranks. Only the first one has LoRAs."""
     sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
     with ExitStack() as opened:
         services = []
@@ -189,7 +194,7 @@ def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Itera
             _, service = build(settings, None)
             opened.callback(service.queue.close)
             services.append(service)
-        for service in (*services, *services):  # each describes itself, then sees the other
+        for service in (*services, *services):  # each registers, then reads all
             service.fleet._renew_claims()
         yield services
 
@@ -198,7 +203,11 @@ def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Itera
 def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
     tmp_path: Path, database: str
 ) -> None:
-    """Any server takes its request or batch, and turns the lines of the other's batch into jobs."""
+    """Clips with a LoRA wait for the server that has this LoRA.
+
+    Any server accepts a request or batch with the LoRA, and any server turns the lines of a batch
+    into jobs.
+    """
     model, loras, owner = save_tiny_wan(tmp_path / "wan"), tmp_path / "loras", Owner("")
     save_tiny_lora(model, loras / "style.safetensors", seed=1)
     style = {"name": "style", "sha256": file_sha256(loras / "style.safetensors")}
@@ -229,7 +238,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
 
         first, second = batch(other), batch(holder)
         assert first.loras == second.loras == {"style": style["sha256"]}
-        holder.queue.release()  # it ends before its batch becomes jobs, and its claim is waiting
+        holder.queue.release()  # it ends before its batch becomes jobs, and gives its claim back
         other.fleet._renew_claims()
         other.batches._run_once()
         for each in (first, second):
@@ -249,7 +258,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
 
 
 def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
-    """A clip that is made again has the LoRA that it had."""
+    """The page has a field for a LoRA, and a clip that is made again keeps its LoRA."""
     with contextmanager(opened)(driver, server) as page:
         page.wait(lambda: len(page.all(".card")) == 4)
         page.fill("prompt", "the sea")

@@ -1,4 +1,4 @@
-"""What stands around every route, without a server: keys, limits of a body, hosts, errors."""
+"""HTTP middleware without a server: API keys, limits on bodies, hosts, and errors."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Reads the body and answers the owner's name and the number of bytes."""
+    """Read the request's body; respond with the owner's name and the number of bytes."""
     request = Request(scope, receive)
     answer = JSONResponse([request.state.owner.name, len(await request.body())])
     await answer(scope, receive, send)
 
 
 class Asked:
-    """A client of a guard, which has counted `requests`."""
+    """Client of an app behind `AuthMiddleware`. `requests` has what the middleware counted."""
 
     def __init__(self, owner_of: Any = None, app: ASGIApp = echo) -> None:
         self.requests: list[tuple[str, str, int]] = []
@@ -69,7 +69,7 @@ def test_a_key_names_the_owner() -> None:
 
     assert asked.get("/v1/videos", key).json() == ["alice", 0]
     assert asked.get("/v1/videos", {"Authorization": "bearer  other"}).json() == ["bob", 0]
-    # With keys the server may have any name.
+    # A server with keys accepts any host name.
     assert asked.get("/v1/videos", {**key, "Host": "clips.example"}).status_code == 200
 
 
@@ -104,7 +104,10 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
 
 
 def test_the_uploads_of_one_key_leave_places_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that waits for its clip is no upload."""
+    """The uploads of one key are limited, so other keys can upload.
+
+    A client of /v1/videos/sync that waits for its clip does not count as an upload.
+    """
     monkeypatch.setattr(middleware_module, "MAX_UPLOADS", 4)
     monkeypatch.setattr(middleware_module, "MAX_UPLOADS_PER_KEY", 2)
     gate = asyncio.Event()
@@ -125,7 +128,7 @@ def test_the_uploads_of_one_key_leave_places_for_others(monkeypatch: pytest.Monk
     async def ask() -> list[int]:
         paths = ["/v1/videos/sync"] * 3 + ["/v1/videos"] * 2
         held = [asyncio.ensure_future(post("s3cret", path)) for path in paths]
-        await asyncio.sleep(0)  # all begin before what follows
+        await asyncio.sleep(0)  # let all requests begin
         refused, other = await post("s3cret"), await post("other")
         assert "2 images of this key" in refused.json()["error"]["message"]
         gate.set()
@@ -174,7 +177,10 @@ def test_without_keys_pages_of_other_hosts_are_refused(origin: str) -> None:
 
 
 def test_routes_have_few_names() -> None:
-    """A client must not be able to make a series of metrics of each address that it invents."""
+    """Unknown paths and methods are all counted as `other`.
+
+    Otherwise a client could create any number of metric series with invented paths.
+    """
     asked = Asked()
     for number in range(20):
         asked.request(f"MADE{number}", f"/made/up/{number}")
@@ -200,7 +206,7 @@ def test_a_new_key_is_accepted_by_its_hash(tmp_path: Path) -> None:
     assert found.find_owner(first) == Owner("ann", 5)
     assert found.find_owner(second) == Owner("bob.2@home", None)
     assert first_hash == hashlib.sha256(first.encode()).hexdigest()
-    # 43 characters of 6 bits hold 256 bits.
+    # A key is random, and 43 characters of 6 bits hold its 256 bits.
     assert first != second
     assert len(first) == len(second) == len("svdpp_") + 43
     for wrong in ("", "svdpp_", "ann", "\ud800", "\0", "x" * 10**6, first[:-1], first_hash):
@@ -293,5 +299,5 @@ def test_messages_name_fields_of_requests_and_no_options() -> None:
     raised = RequestError("`flow_shift` is 0", "use `num_inference_steps` 4", details=numbers)
     error = to_api_error(raised)
     assert (error.message, error.hint) == ("flow_shift is 0", "use steps 4")
-    # What only whoever starts the server can do.
+    # A client cannot change `split`, so the hint is left out.
     assert to_api_error(RequestError("7 steps", "use `split` balanced", details=numbers)).hint == ""

@@ -1,4 +1,4 @@
-"""The page, in a real browser, with the real server and real ranks."""
+"""Web page in a real browser, with a real server and real ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ pytestmark = pytest.mark.slow
 
 
 class Page:
-    """The page of a server in a browser."""
+    """Web page of a server in a browser, with methods that act as a user does."""
 
     def __init__(self, driver: Any, url: str) -> None:
         self.driver = driver
         self.url = url
 
     def open(self) -> None:
-        """Loads the page without what an earlier test left in the browser."""
+        """Load the page, after clearing what an earlier test left in the browser."""
         self.driver.get(self.url)
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
@@ -74,11 +74,11 @@ class Page:
         self.wait(lambda: len(self.all(".photo")) == before + len(files))
 
     def press(self, *keys: str) -> None:
-        """Keys for whatever has the focus."""
+        """Send keys to the element that has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def focused(self) -> str:
-        """A name of the element with the focus."""
+        """Return the id, name, label or text of the element that has the focus."""
         name: str = self.run(
             "const a = document.activeElement;"
             "return a.id || a.name || a.getAttribute('aria-label') || a.textContent"
@@ -89,7 +89,7 @@ class Page:
         from selenium.common.exceptions import StaleElementReferenceException
 
         def has_happened() -> bool:
-            time.sleep(0.1)  # each question costs the browser more than this
+            time.sleep(0.1)  # a query costs the browser even more
             try:
                 return bool(happens())
             except StaleElementReferenceException:
@@ -101,7 +101,7 @@ class Page:
         self.wait(lambda: part in self.text(selector))
 
     def complaints(self) -> list[str]:
-        """What the console has, other than refused requests, which the tests provoke."""
+        """Return the messages on the browser's console, except failed requests."""
         lines = [entry["message"] for entry in self.driver.get_log("browser")]
         return [line for line in lines if "Failed to load resource" not in line]
 
@@ -116,14 +116,15 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     options.binary_location = CHROMIUM
     for name in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"):
         options.add_argument(f"--{name}")
-    # Clips wait to be played: to draw them costs more than all else here.
+    # With reduced motion, clips do not play by themselves, because drawing them would take most of
+    # the time.
     options.add_argument("--force-prefers-reduced-motion")
     for name in ("background-networking", "component-update", "sync", "dev-shm-usage"):
         options.add_argument(f"--disable-{name}")
     options.add_argument(f"--user-data-dir={folder / 'profile'}")
     options.add_argument("--window-size=1000,1000")
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # The browser leaves files in the folder for temporary ones.
+    # The browser leaves temporary files behind, so it gets its own folder for them.
     environment = {**os.environ, "TMPDIR": str(folder)}
     service = webdriver.ChromeService(DRIVER, env=environment)
     driver = webdriver.Chrome(options=options, service=service)
@@ -146,7 +147,7 @@ def opened(driver: Any, server: HttpServer) -> Iterator[Page]:
 
 @pytest.fixture
 def clips(server: HttpServer) -> None:
-    """At least two finished clips, with files."""
+    """Make sure that the server has at least two finished clips with mp4 files."""
     found = server.client.get("/v1/videos?status=completed").json()["data"]
     ids = [video["id"] for video in found]
     ids += server.add(max(0, 2 - len(ids)), name="sea.jpg")
@@ -161,7 +162,7 @@ def _remove_all(server: HttpServer, status: str = "cancelled") -> None:
 
 
 def write_file(server: HttpServer, id: str) -> None:
-    """Writes the file of a clip, which the dummy model does not make."""
+    """Write an mp4 file for a clip, because the dummy model writes none."""
     path = server.folder / "clips" / f"{id}.mp4"
     if not path.exists():
         frames = np.random.default_rng(0).integers(0, 256, (14, 36, 64, 3), np.uint8)
@@ -192,7 +193,7 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     assert "Fit of the image" in labels
     page.wait(lambda: len(page.all(".photo img")) == 2)
     page.fill("seed", 2**63 - 1)
-    page.fill("steps", 250)  # long enough for both to be seen in the queue
+    page.fill("steps", 250)  # slow enough that both clips are seen in the queue
     page.one("#make").click()
 
     page.wait(lambda: len(page.rows()) == 2)
@@ -243,7 +244,7 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     page.fill("steps", 1000)
     page.one("#make").click()
     page.wait(lambda: re.search(r"Step [1-9]\d* of 1000", page.text("#queue-list")))
-    assert page.all("#rank-list") == []  # until a person wants to see it
+    assert page.all("#rank-list") == []  # hidden until the user opens it
     page.wait_text("#ranks-note", "2 ranks, 1 at work")
     page.one("#ranks summary").click()
     page.wait(lambda: re.search(r"Step \d+ of 1000", page.text("#rank-list")))
@@ -253,7 +254,7 @@ def test_a_running_clip_is_cancelled_and_made_again(page: Page, server: HttpServ
     page.wait(lambda: page.rows("failed"))
     assert "Cancelled." in page.text("#failed-list")
 
-    page.driver.refresh()  # from now on only the server has the photograph
+    page.driver.refresh()  # the page has lost its copy of the image; only the server has it
     page.one("#rank-list")
     page.one("#failed-list img.thumb")
     page.one("#failed-list button[aria-label^=Make]").click()
@@ -283,7 +284,7 @@ def test_a_removal_is_undone_or_done_and_moves_nothing(page: Page, server: HttpS
     assert page.text("#failed-note") == "2 clips"
 
     page.all(buttons)[0].click()
-    page.driver.refresh()  # the newest one is removed at once, because nobody can undo it any more
+    page.driver.refresh()  # the removal happens at once, because it can no longer be undone
     page.wait(lambda: len(page.rows("failed")) == 1)
     left = server.client.get("/v1/videos?status=cancelled").json()["data"]
     assert [video["id"] for video in left] == [first]
@@ -332,7 +333,7 @@ def test_a_full_queue_is_waited_for_or_the_rest_is_left(
     page.one("#make").click()
     page.wait(lambda: page.all(".photo") == [])
     videos = server.client.get("/v1/videos?limit=3").json()["data"]
-    assert len({video["seed"] for video in videos}) == 3  # those that were sent are not sent again
+    assert len({video["seed"] for video in videos}) == 3  # no request was sent twice
     for video in videos:
         server.client.delete(f"/v1/videos/{video['id']}")
 
@@ -349,7 +350,7 @@ def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path:
     page.wait_text("#table-note", "3 rows")
     assert "No field of this model" in page.text("#table-head .fault")
     assert page.text("#make") == "Make clips"
-    page.one("#table-head button").click()  # leaves out the column
+    page.one("#table-head button").click()  # ignores the column
     page.choose(PHOTOS[0])
     page.wait_text("#make", "Make clip")
     faults = {
@@ -437,8 +438,8 @@ def test_the_queue_is_cancelled_by_keyboard_and_all_at_once(page: Page, server: 
     place = button.rect
     button.click()
     assert button.text == "Cancel all?"
-    assert button.rect == place  # a second press at the same place is meant for it
-    assert len(page.rows()) == 5  # until it is pressed again
+    assert button.rect == place  # a second click at the same place confirms
+    assert len(page.rows()) == 5  # nothing is cancelled before the second click
     button.click()
     page.wait_text("#toast", "5 clips cancelled.")
     assert page.text("#queue-empty") == "The queue is empty."
@@ -504,7 +505,7 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
     page.wait_text("#state", "Server gone")
     page.wait_text("#banner", "The server does not answer.")
     assert page.rows()
-    page.one("#banner-button").click()  # which looks at once, and finds none yet
+    page.one("#banner-button").click()  # it checks at once, and finds no server yet
 
     port = int(server.url.rpartition(":")[2])
     with ServerHere(tmp_path / "data", *QUICK, port=port) as server:
@@ -538,7 +539,7 @@ def test_the_page_asks_for_a_key_and_uses_it(
     )
     behaviour = {"behavior": "allow", "downloadPath": str(tmp_path)}
     driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
-    page.one("#download-all").click()  # by a copy: a link cannot send the key
+    page.one("#download-all").click()  # a fetch: a link could not send the key
     page.wait(lambda: [*tmp_path.glob("clips-*.zip")])
     with zipfile.ZipFile(next(tmp_path.glob("clips-*.zip"))) as archive:
         assert "sea-seed" in archive.namelist()[0]

@@ -1,4 +1,4 @@
-"""The queue stores jobs, changes a state only from the states that allow it, and orders owners."""
+"""Queue of jobs: storage, allowed changes of state, limits, and the order of owners' jobs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,11 @@ def test_a_job_is_stored_as_it_is(store: JobQueue, tmp_path: Path, queue_url: st
 def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(
     store: JobQueue, tmp_path: Path, queue_url: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL's server of that version goes on; a file has one server."""
+    """A newer version adds its columns to the tables.
+
+    In PostgreSQL, a running server of the older version keeps working. A SQLite file has only one
+    server at a time.
+    """
     first, newest = add(store), job.VERSION + 1
     if queue_url is None:
         store.close()
@@ -62,7 +66,7 @@ def test_tables_of_the_version_before_are_upgraded_beside_a_running_server(
         for module in (job, sqlite, postgres):
             patch.setattr(module, "VERSION", newest)
         patch.setattr(job, "_ADDED", {newest: added})
-        for _ in range(2):  # the second time there is nothing to upgrade
+        for _ in range(2):  # the second pass has nothing to upgrade
             with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as newer:
                 assert newer.backend.fetch_all("SELECT id, more FROM jobs") == [(first, 7)]
     if queue_url is not None:
@@ -128,7 +132,10 @@ ALLOWED = {
 
 @pytest.mark.parametrize("state", list(JobState))
 def test_what_a_state_does_not_allow_changes_nothing(store: JobQueue, state: JobState) -> None:
-    """Among them: a completion after a cancellation, or after a failure."""
+    """A change that the job's state does not allow has no effect.
+
+    An example is a completion after a cancellation or after a failure.
+    """
     for name, change in _changes(store).items():
         id = in_state(store, state)
         before = store.get(id)
@@ -148,7 +155,7 @@ def test_only_one_of_many_threads_ends_a_job(store: JobQueue) -> None:
 
 
 def at_once(count: int, call: Callable[[int], Any]) -> list[Any]:
-    """What `call` returns in as many threads as it is called, which begin together."""
+    """Call `call(0)` to `call(count - 1)` at the same time, in threads; return all results."""
     barrier = threading.Barrier(count)
 
     def begin(number: int) -> Any:
@@ -197,7 +204,7 @@ def test_putting_back_counts_attempts_and_cancels_what_was_to_be_cancelled(store
 
 def test_a_full_queue_refuses(store: JobQueue) -> None:
     ids = [store.add(new_job(owner="a"), max_open=2).id for _ in range(2)]
-    store.claim()  # a job in progress is open, too
+    store.claim()  # a job in progress counts as open too
     with pytest.raises(QueueFullError) as full:
         store.add(new_job(), max_open=2)
     assert full.value.details == {"open": 2, "limit": 2}
@@ -212,7 +219,7 @@ def test_a_full_queue_refuses(store: JobQueue) -> None:
 def test_the_same_request_gives_the_same_job(store: JobQueue) -> None:
     first = store.add(new_job(idempotency_key="k"), max_open=1)
     again = new_job(idempotency_key="k", input_name="renamed.png", created_at=2000.0)
-    assert store.add(again, max_open=1) == first  # also if the queue is full meanwhile
+    assert store.add(again, max_open=1) == first  # even though the queue is full
     store.claim()
     store.complete(first.id, {}, job_of(store, first.id).fencing_token)
     assert store.add(again, max_open=1).state is JobState.COMPLETED
@@ -254,7 +261,8 @@ def test_no_job_is_taken_twice(store: JobQueue) -> None:
     assert set(taken) == ids
 
 
-#: Owner, time of the request and priority of jobs, and the order in which they are taken.
+#: By name: jobs as (owner, time of the request, priority), and their indices in the order of
+#: claims.
 ORDERS = {
     "owners take turns": (
         [("many", float(t), 0) for t in range(6)]
@@ -294,7 +302,7 @@ def test_an_owner_with_one_job_at_a_time_does_not_come_first_each_time(store: Jo
 
 @pytest.mark.parametrize("seed", range(8))
 def test_the_order_that_is_shown_is_the_order_that_is_taken(store: JobQueue, seed: int) -> None:
-    """Also of jobs that are put back, which keep their places."""
+    """Jobs are claimed in the order that is shown. Requeued jobs keep their places."""
     chance = random.Random(seed)
     for _ in range(chance.randint(1, 15)):
         owner, age = chance.choice("abcd"), chance.uniform(0, 5000)

@@ -1,4 +1,4 @@
-"""The queue loses nothing if the server is killed or the disk is full or fails."""
+"""Queue with faults: a killed server, a damaged file, a full or missing disk, a held lock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ from tests.support.small_disk import small_disk
 
 
 def test_a_change_is_on_the_disk_as_a_whole(store: JobQueue, tmp_path: Path) -> None:
-    """So that `kill -9` loses nothing that was acknowledged: another connection sees the change."""
+    """An acknowledged change is on the disk, and a failed transaction leaves nothing.
+
+    So `kill -9` loses nothing that was acknowledged.
+    """
     id = add(store)
     with contextlib.closing(sqlite3.connect(tmp_path / "data" / "queue.sqlite3")) as other:
         with pytest.raises(ZeroDivisionError), store.backend.transaction() as connection:
@@ -56,7 +59,7 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path) -> None:
-    """Those that no query of the start reads."""
+    """A damaged page is found at the start, even if no query of the start reads that page."""
     for _ in range(200):
         add(store, input_name="x" * 1000)
     store.close()
@@ -71,13 +74,13 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
     assert "\n" not in refused.value.message
 
 
-#: An eighth of it is the low-water mark.
+#: Size of the small disk. When less than an eighth is free, the server takes no more requests.
 SIZE = "size=64m"
 
 
 @contextlib.contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Another program's files take all space, also what is given up at first."""
+    """Fill a disk completely during the block, as another program could."""
     with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
         while ballast.write(bytes(4096)):
             pass
@@ -133,7 +136,10 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
 def test_a_thread_logs_a_failure_once_until_there_is_none(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """And not at all that the queue is away, which is logged where it is noticed."""
+    """A periodic task that fails again and again is logged once, until it succeeds.
+
+    An unavailable queue is not logged here, because the code that notices it logs it.
+    """
     monkeypatch.setattr(periodic_thread, "_RETRY_SECONDS", 0.0)
     failed, away = PermissionError("no links here"), BackendUnavailableError("away")
     refused = OutputError("not now")
@@ -157,7 +163,7 @@ def test_a_thread_logs_a_failure_once_until_there_is_none(
 def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is the folder's own disk, when it is full."""
+    """A bug, or a full local disk, does not count as an unavailable store."""
     store = FileStore(tmp_path, "memory://mistake")
     path = tmp_path / "file"
     path.touch()
@@ -178,7 +184,10 @@ def test_a_mistake_of_the_program_is_not_taken_for_a_store_that_is_away(
 def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
     store: JobQueue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads, such as that of `/ready`, have an answer within seconds."""
+    """If another program holds the lock of the queue's file, the error says so.
+
+    Reads, such as that of `/ready`, fail within seconds instead of waiting.
+    """
     monkeypatch.setattr(sqlite_module, "_BUSY_SECONDS", 1.0)
     store.close()
     with contextlib.closing(JobQueue(tmp_path / "data")) as queue:

@@ -1,4 +1,4 @@
-"""Form of a request, without a server: what clients send, and how errors are told to them."""
+"""Validation of requests without a server: formats that clients send, and error messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_user_is_ignored() -> None:
         f'{{"image_url": {{"url": "{URL}"}}}}',
         "\n".join(textwrap.wrap(BASE64, 76)) + "\n",
         f"data:image/jpeg;base64,{textwrap.fill(BASE64, 76)}",
-        PHOTO.decode("latin-1"),  # what a form's part without `filename` becomes
+        PHOTO.decode("latin-1"),  # form field without `filename`, which is decoded as text
     ],
     ids=["object", "text of an object", "wrapped", "wrapped data URL", "no filename"],
 )

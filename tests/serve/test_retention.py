@@ -1,4 +1,4 @@
-"""Old jobs go with all their files; what a server did not make, or no job has, is never removed."""
+"""Retention: old jobs are removed with all their files; files of users are never removed."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
 @pytest.fixture
 def folder(tmp_path: Path, store: JobQueue) -> Path:  # noqa: ARG001 (it creates the folder)
-    """The data folder of `store`."""
+    """Data folder of the queue `store`, with its subfolders."""
     for name in ("photos", "clips", "latents"):
         (tmp_path / "data" / name).mkdir()
     return tmp_path / "data"
 
 
 def put_files(folder: Path, id: str, num_bytes: int = 100, hours: float = 0.0) -> None:
-    """The files of a job, as if they had been written some hours ago."""
+    """Write the files of a job, with times that are `hours` ago."""
     for name in FILES:
         path = folder / name.format(id=id)
         path.write_bytes(bytes(num_bytes // 4 * (1 + (name == FILES[0]))))
@@ -44,7 +44,7 @@ def put_files(folder: Path, id: str, num_bytes: int = 100, hours: float = 0.0) -
 
 
 def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
-    """A completed job with files; `at` is the time of its end."""
+    """Add a completed job with files; return its id. `at` is the time when it ended."""
     id = in_state(store, JobState.COMPLETED, created_at=at)
     put_files(folder, id, num_bytes)
     with store.backend.transaction() as connection:
@@ -89,12 +89,12 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     id, other, requested = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
     waiting = add(store)
     put_files(folder, waiting)
-    for each in (other, requested):  # the second waits for ranks without work, perhaps for ever
+    for each in (other, requested):  # waiting for the verifier
         store.set_verification(each, "running")
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
         assert not remove_job(store, kept)
-    with store.lock_clip(other) as is_held:  # as the verifier does
+    with store.lock_clip(other) as is_held:  # as the verifier does during a verification
         assert is_held
         assert enforce_retention(store, 1e9, 1.0, 1) == [requested]
         assert ids(store) == ids_of_files(folder) == {other, waiting}
@@ -112,7 +112,10 @@ def test_a_clip_that_is_removed_by_its_age_is_not_verified(store: JobQueue, fold
 
 
 def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
-    """As after the queue was lost, or replaced by an older copy."""
+    """Files without a job are moved to lost+found.
+
+    They exist after the queue was lost, or replaced by an older copy.
+    """
     id, waiting = finished(store, folder, 1.0), add(store)
     put_files(folder, waiting)
     newer, latest = new_id(), new_id()
@@ -131,7 +134,7 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
     assert ids(store) == {id, waiting}
     assert move_orphans_aside(store) == []
     put_files(folder, latest)
-    remove_leftovers_now(store)  # a clip is never removed without its row
+    remove_leftovers_now(store)  # removes the image, but never a clip without a row
     assert {path.name for path in folder.glob(f"*/{latest}*")} == {
         f"{latest}.mp4",
         f"{latest}.mp4.json",
@@ -150,7 +153,11 @@ def test_images_of_the_last_hour_may_be_of_a_request(store: JobQueue, folder: Pa
 def test_clips_whose_rows_were_lost_with_a_part_of_the_log_are_kept_and_reported(
     store: JobQueue, folder: Path, tmp_path: Path, told: list[str]
 ) -> None:
-    """The rows are those of the last checkpoint; the clips are younger."""
+    """Clips whose rows were lost are moved to lost+found and reported.
+
+    The copy of the SQLite file lacks its write-ahead log, so it has only the rows before the last
+    checkpoint.
+    """
     before = finished(store, folder, 1.0)
     store.backend.maintain()
     after = finished(store, folder, 2.0)
@@ -176,7 +183,7 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
     seen = remove_orphans(store, set())
     assert all(path.exists() for path in (image, upload, part))
     part.write_bytes(b"a rank of another host writes it")
-    image.rename(image.with_name(f"{new_id()}.png"))  # of a new request
+    image.rename(image.with_name(f"{new_id()}.png"))  # as if a new request had come
     seen = remove_orphans(store, seen)
     assert not upload.exists()
     assert part.exists()
@@ -185,7 +192,9 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
 
 
 def _untouched(path: Path) -> tuple[int, ...]:
-    """What a change of a file or folder changes; listing a folder changes its access time."""
+    """Return the status of a file or folder, without the access time, which listing a folder
+    changes.
+    """
     status = path.lstat()
     return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -202,7 +211,7 @@ def test_what_a_server_did_not_make_is_left_alone(
         path.write_text("mine")
     (photos / "album").mkdir()
     (photos / "album" / "dog.jpg").write_text("mine")
-    (photos / f"video_{'2' * 32}.png").mkdir()  # a folder with a name of ours
+    (photos / f"video_{'2' * 32}.png").mkdir()  # a folder with the name of a job's file
     (clips / f"video_{'3' * 32}.mp4").symlink_to(outside / "keep.txt")
     (clips / "folder").symlink_to(outside)
     before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
@@ -212,7 +221,7 @@ def test_what_a_server_did_not_make_is_left_alone(
     assert enforce_retention(store, 1e9, 1.0, 1) == []
     assert {path: _untouched(path) for path in before} == before
     clips.rename(tmp_path / "clips")
-    clips.symlink_to(outside)  # a whole folder elsewhere is not looked through
+    clips.symlink_to(outside)  # a linked folder is not searched
     (outside / f"video_{'1' * 32}.mp4").write_text("mine")
     assert move_orphans_aside(store) == []
     assert len(list(outside.iterdir())) == 3
@@ -222,7 +231,11 @@ def test_what_a_server_did_not_make_is_left_alone(
 def test_a_removal_that_a_kill_ends_goes_on(
     store: JobQueue, folder: Path, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
-    """A server ends before its `at`-th removal of a file; each of three jobs has three."""
+    """A removal that was interrupted by a kill is finished later.
+
+    The server is killed before it removes the `at`-th file (from 1). Each of three jobs has three
+    files.
+    """
     ids_before = [finished(store, folder, end) for end in (1.0, 2.0, 3.0)]
     unlink, removals = Path.unlink, iter(range(1, at))
 
@@ -244,7 +257,10 @@ def test_a_removal_that_a_kill_ends_goes_on(
 
 
 def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
-    """A bucket or a folder may have other files, and files that were there before the store."""
+    """With a store, only unused local copies of stored files are removed.
+
+    The bucket or the folder may also have files of others, and files that are older than the store.
+    """
     store.store = FileStore(folder, f"memory://{new_id()}")
     ids = copied, used, _ = [finished(store, folder, at=1.0) for _ in range(3)]
     removed = new_id()
@@ -261,7 +277,7 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     for each in system.store.values():
         each.modified = each.created = datetime.fromtimestamp(time.time() - 30 * 86400, UTC)
     seen = remove_orphans(store, set(), in_use=[used])
-    store.store.fetch(folder / FILES[0].format(id=copied))  # it is played
+    store.store.fetch(folder / FILES[0].format(id=copied))  # someone plays the clip
     remove_orphans(store, seen, in_use=[used])
     left = {str(path.relative_to(folder)) for path in folder.glob("*/*")}
     kept = {file.format(id=id) for id in ids[1:] for file in FILES}

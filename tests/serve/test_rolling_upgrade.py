@@ -1,4 +1,4 @@
-"""Rows that a newer svdpp has written, rows that are lost, and what idle servers look for."""
+"""Queue with rows of a newer svdpp, with lost rows, and with queries of idle servers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NEWER = ({"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}, {"fami
 
 
 def make_newer(queue: JobQueue, id: str, sampling: dict[str, Any] = _NEWER[1]) -> None:
-    """The row is one that a newer svdpp has written."""
+    """Change the row of a job to one that only a newer svdpp can read."""
     with queue.backend.transaction() as connection:
         values = json.dumps(sampling), id
         connection.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)
@@ -98,7 +98,7 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
     def adding(self: JobQueue, *values: Any, **more: Any) -> Any:
         job = insert(self, *values, **more)
         stored.append(job.id)
-        if when == "during":  # the answer of the database is lost, and it comes back
+        if when == "during":  # the row is stored, but the connection fails before the response
             raise BackendUnavailableError("away")
         return job
 
@@ -119,7 +119,10 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
 
 
 def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> None:
-    """As when the queue's file was copied without its log."""
+    """A server with clips, but without their rows, does not start with an empty queue.
+
+    This happens when the queue's file was copied without its write-ahead log.
+    """
     folder = tmp_path / "data"
     with contextlib.closing(JobQueue(folder)) as queue:
         empty = (folder / "queue.sqlite3").read_bytes()
@@ -136,7 +139,10 @@ def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> Non
 
 
 def test_rows_are_in_the_file_itself_soon(tmp_path: Path) -> None:
-    """The log can be lost: with a snapshot, or a copy of one file."""
+    """Maintenance moves new rows from the write-ahead log to the file.
+
+    A snapshot or a copy of only one file would lose the log.
+    """
     folder, copy = tmp_path / "data", tmp_path / "copy.sqlite3"
     with contextlib.closing(JobQueue(folder)) as queue:
         id = add(queue)

@@ -1,4 +1,4 @@
-"""`svdpp run --jobs FILE --server URL`: the clips of a local run, whatever is killed meanwhile."""
+"""`svdpp run --jobs FILE --server URL`: the same clips as a local run, despite kills."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.http_server import DEMO, HttpServer, wait
 from tests.support.shell import PHOTO, PYTHONPATH, TINY, assert_error, svdpp_alone, svdpp_here
 
 _SIZE = ("--steps", "400", "--frames", "2", "--height", "64", "--width", "64")
-#: No server is there.
+#: URL of a port without a server.
 _NOBODY = "http://127.0.0.1:9"
 
 
@@ -37,7 +37,7 @@ def free_port() -> int:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """The hashes of the frames of all clips, by the names of their files."""
+    """Return the hash of the frames of each clip in `folder`, by file name."""
     found = {}
     for path in folder.glob("*.mp4.json"):
         metadata = json.loads(path.read_text())
@@ -47,7 +47,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 class RunAtServer:
-    """`svdpp run` in a process of its own; `err` is what it has printed to stderr so far."""
+    """Process of `svdpp run`. `err` is its stderr so far."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._path = folder / "stderr"
@@ -89,7 +89,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         assert run.process.wait() == 128 + signal.SIGINT
         assert "to continue: the same command with --resume" in run.err
         assert f"curl -X POST {url}/v1/batches/batch_" in run.err
-        # Cut without a word, too.
+        # This time the command is killed, and cannot clean up.
         run = RunAtServer(tmp_path, *arguments, "--resume")
         run.wait_for("going on with batch_")
         run.process.kill()
@@ -109,7 +109,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         rows = [json.loads(row) for row in (out / "clips.jsonl").read_text().splitlines()]
         assert [(row["line"], row["state"]) for row in rows] == [(n, "done") for n in range(1, 7)]
 
-        # A changed line is made again, the others stay; a lost file is downloaded again.
+        # A changed line is made again, a lost file is downloaded again, and the other clips stay.
         lines[0]["seed"] = 9
         write_jobs(tmp_path, *lines)
         (out / "short.mp4").unlink()

@@ -1,4 +1,4 @@
-"""The service for models that take prompts and videos: Wan, Wan from video, Animate."""
+"""Service with models that take prompts, videos or references, such as Wan and Wan Animate."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SAMPLING = WanSampling(
 
 @pytest.fixture(scope="module")
 def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Wan with two experts, from text."""
+    """Checkpoint of a tiny Wan with two experts, for text-to-video."""
     return save_tiny_wan(tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
 
 
@@ -122,14 +122,17 @@ def test_the_model_says_what_its_form_has(wan: HttpServer) -> None:
     assert "input_reference" not in form["properties"]
 
 
-#: As in docs/lora.md.
+#: Options for a distilled LoRA with four steps, as in docs/lora.md.
 FOUR_STEPS = ("--world", "4", "--steps", "4", "--guidance-scale", "1", "--param", "flow_shift=5")
 
 
 @pytest.mark.slow
 @pytest.mark.full
 def test_clips_with_loras_are_proven(tmp_path: Path) -> None:
-    """A LoRA for each expert, no guidance, and four ranks of one step each."""
+    """A clip with a LoRA for each expert passes its verification.
+
+    There is no guidance, and each of four ranks does one step.
+    """
     folder = save_tiny_wan(tmp_path / "wan", boundary_ratio=0.875)
     high = save_tiny_lora(folder, tmp_path / "high.safetensors", seed=1)
     low = save_tiny_lora(folder, tmp_path / "low.safetensors", part="transformer_2", seed=2)
@@ -181,7 +184,7 @@ def test_clips_are_made_from_videos(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def animate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """A server of Wan Animate, which takes an image and the videos of a pose and of a face."""
+    """Server of Wan Animate, which takes an image, a pose video and a face video."""
     folder = str(save_tiny("wan_animate", tmp_path_factory.mktemp("animate")))
     with ServerHere(tmp_path_factory.mktemp("data"), *WAN, "--model", folder) as server:
         server.wait_ready()
@@ -190,14 +193,14 @@ def animate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def uploads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A file of a pose, and the uploads of a request for Wan Animate."""
+    """File of the pose video, and the uploads of a request for Wan Animate."""
     file = Path(save_video(tmp_path_factory.mktemp("video") / "a.mp4"))
     pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
     return file, {"pose_video": pose, "face_video": face}
 
 
 def _delete(server: HttpServer, *ids: str) -> None:
-    """Delete clips, and check that none of their uploads stays."""
+    """Delete clips, and check that their uploads are deleted too."""
     for id in ids:
         assert server.client.delete(f"/v1/videos/{id}").status_code == 200
     assert not list((server.folder / "photos").iterdir())
@@ -401,7 +404,7 @@ def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> Non
     images = [example_images()[index] for index in (0, 1, 2)]
     first, second, third = (image.read_bytes() for image in images)
     form: dict[str, Any] = {"photo": first, "prompt": PROMPT, "seed": 1}
-    # diffusers takes no more references than the latent has frames: 9 frames become 3.
+    # diffusers takes at most as many references as the latent has frames; a clip of 9 frames has 3.
     model = ("--model", str(folder), "--frames", "9")
     with ServerHere(tmp_path / "data", *WAN, *model) as server:
         server.wait_ready()

@@ -1,4 +1,4 @@
-"""The server as a process: its start, its errors before it, and its end."""
+"""Server as a process: errors before its start, its start, and its end."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.support.shell import Answer, assert_error, svdpp_here
 
 
 def start_here(tmp_path: Path, *options: str) -> Answer:
-    """A server of the dummy model, which is refused."""
+    """Try to start a server of the dummy model with options that are refused."""
     return svdpp_here("serve", "--data", str(tmp_path / "data"), *DUMMY, *options)
 
 
@@ -117,7 +117,10 @@ def test_a_start_that_is_refused_leaves_no_folder(
 
 @pytest.mark.slow
 def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
-    """Also later, if the queue is lost."""
+    """A data folder with the user's own files is refused without `--adopt`.
+
+    So is a folder whose queue is lost.
+    """
     folder = tmp_path / "data"
     (folder / "photos").mkdir(parents=True)
     (folder / "photos" / "cat.jpg").write_text("mine")
@@ -218,7 +221,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         assert metadata["seed"] == 3
         clip = server.folder / "clips" / f"{id}.mp4"
         assert metadata["file_sha256"] == file_sha256(clip)
-        for written in (clip, Path(f"{clip}.json")):  # by a rank, whose fork server starts early
+        for written in (clip, Path(f"{clip}.json")):  # written by a rank
             assert written.stat().st_mode & 0o777 == 0o600
         assert server.client.post(f"/v1/videos/{id}/verify").status_code == 202
         wait(lambda: server.video(id)["proof"] == "equal", lambda: server.err)
@@ -229,7 +232,10 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path) -> None:
-    """The first also reaches the ranks, as by systemd or Ctrl-C."""
+    """The first signal drains the server; a second one ends it at once.
+
+    The first signal goes to the ranks too, as it does from systemd or Ctrl-C.
+    """
     with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
         server.wait_ready()
         (left,) = server.add(steps=1000)
@@ -246,7 +252,10 @@ def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path
 
 
 def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
-    """Also with an open stream of events, and a client that waits for its clip."""
+    """A restarted server continues the clip. Without a grace period it ends at once.
+
+    An open event stream, or a client that waits for its clip, does not delay the end.
+    """
     with ServerHere(folder, *QUICK, "--keep-days", "1") as server, ThreadPoolExecutor() as threads:
         server.wait_ready()
         wait(lambda: server.video(left)["step"] > 0)
@@ -298,7 +307,7 @@ def test_one_key_cannot_have_all_streams(
 
 
 class _DeafTerminal(ServerHere):
-    """A server whose stderr is on a full disk, from when its ranks are ready."""
+    """Server whose stderr fails with "disk full" when the server reports that it is ready."""
 
     def _note(self, text: str) -> None:
         if text == "ready to make clips\n":
@@ -330,7 +339,7 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
         assert reason == "the queue was removed or replaced"
         error_of(server.request(), 503, "storage_failed")
         wait(lambda: "was removed or replaced" in server.err)
-        path.write_bytes((tmp_path / "away").read_bytes())  # a copy is another queue
+        path.write_bytes((tmp_path / "away").read_bytes())  # a copy is not the same queue
         error_of(server.client.delete(f"/v1/videos/{running}"), 503, "storage_failed")
         (tmp_path / "away").rename(path)
         wait(lambda: "can be used again" in server.err)
@@ -349,7 +358,7 @@ def test_without_its_queue_it_says_so_and_ends_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_under_torchrun_the_clip_in_progress_is_finished_within_the_grace(tmp_path: Path) -> None:
-    """torchrun sends SIGTERM to all ranks at once."""
+    """The clip in progress is finished, although torchrun sends SIGTERM to all ranks at once."""
     launcher = (
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("--log-dir", str(tmp_path / "log"), "--shutdown-timeout", "100"),

@@ -1,6 +1,6 @@
-"""docs/serving.md, the dashboard and the OpenAPI document say what the real server does.
+"""docs/serving.md, the dashboard and the OpenAPI document agree with a real server.
 
-The examples run, and no request that the document allows is a fault.
+The examples run, and the server responds as documented to generated requests.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tests.support.shell import ROOT
 TEXT = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 DASHBOARD = json.loads((ROOT / "docs/grafana-dashboard.json").read_text(encoding="utf-8"))
 ROWS = table_rows(TEXT)
-#: Method, path and example of each route.
+#: Method, path and curl example of each route in docs/serving.md.
 ROUTES = [
     (*row[0].strip("`").split(" "), row[2].strip("`"))
     for row in ROWS
     if row[-1].startswith("`curl ")
 ]
-#: Name, type and labels of each metric.
+#: Name, type and labels of each metric in docs/serving.md.
 METRICS = [(row[0].strip("`"), row[1], row[2]) for row in ROWS if row[0].startswith("`svdpp_")]
 
 
@@ -70,7 +70,7 @@ def test_every_line_of_the_table_and_the_python_client_run(
         assert (tmp_path / "clip.mp4").read_bytes()[4:8] == b"ftyp"
         return done.stdout
 
-    (tmp_path / "clip.mp4").write_bytes(b"    ftyp")  # until there is one
+    (tmp_path / "clip.mp4").write_bytes(b"    ftyp")  # replaced when the download runs
     for method, path, line in ROUTES:
         said = run("bash", "-c", f'curl() {{ command curl -sS --fail "$@"; }}; {line}')
         if (method, path) == ("POST", "/v1/videos"):
@@ -109,20 +109,20 @@ def test_the_fixed_limits_have_these_values() -> None:
 
 
 def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
-    """The type and the labels of each metric, by name."""
+    """Return the type and the labels of each metric that the server has, by name."""
     found = {}
     for family in text_string_to_metric_families(demo.client.get("/metrics").text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         if "_gpu_" in name and not family.samples:
-            labels = {"rank"}  # on a machine without GPUs
+            labels = {"rank"}  # the machine has no GPU, so the metric has no series
         found[name] = (family.type, labels)
     return found
 
 
 @pytest.mark.slow
 def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpServer) -> None:
-    demo.wait_for(demo.add()[0], "completed")  # now it has all of them
+    demo.wait_for(demo.add()[0], "completed")  # some metrics exist only after a clip
     metrics = exposed(demo)
     documented = {name: (kind, {*code_spans(labels)}) for name, kind, labels in METRICS}
     assert documented == metrics
@@ -149,7 +149,7 @@ def test_every_answer_is_as_documented(server: HttpServer) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
     assert len(operations) >= 12
-    # One is finished, one in progress, one waits.
+    # One clip is finished, one is in progress, and one waits.
     ids = server.add(1, steps=1) + server.add(2, steps=1000)
     server.wait_for(ids[0], "completed")
     for operation in operations:
@@ -163,9 +163,10 @@ def test_every_answer_is_as_documented(server: HttpServer) -> None:
 
 
 def check(schemathesis: Any, operation: Any, ids: list[str]) -> None:
-    """Sends requests that the document allows, and others, and checks the answers."""
+    """Send generated requests, valid and invalid ones, and check the responses."""
     checks = importlib.import_module("schemathesis.specs.openapi.checks")
-    # The document does not say all that decides about a request.
+    # These checks expect that the document alone decides whether a request is valid, which is not
+    # so.
     excluded = [checks.positive_data_acceptance, checks.negative_data_rejection]
     ends_clips = operation.method == "delete" or operation.path.endswith("/events")
     cases = st.one_of(*map(operation.as_strategy, schemathesis.GenerationMode))

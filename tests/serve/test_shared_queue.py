@@ -1,4 +1,4 @@
-"""Queues of several servers over one PostgreSQL: leases, fencing tokens, who takes what."""
+"""Queues of several servers on one PostgreSQL: leases, fencing tokens, and who claims which job."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ _SHORT = replace(SAMPLING, num_inference_steps=2)
 
 @pytest.fixture
 def opened(tmp_path: Path, database: str) -> Iterator[Open]:
-    """Opens one more queue over the same database and folder."""
+    """Function that opens one more queue with the same database and folder, as another server
+    would.
+    """
     with contextlib.ExitStack() as queues:
 
         def another(**settings: float) -> JobQueue:
@@ -61,7 +63,7 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
 
 @contextlib.contextmanager
 def lost_answers(queue: JobQueue) -> Iterator[None]:
-    """Each change is made, and then the connection ends before the answer."""
+    """Make every transaction succeed in the database, but fail in the client, during the block."""
     transaction = queue.backend.transaction
 
     @contextlib.contextmanager
@@ -76,14 +78,14 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
 
 
 def recovered(queue: JobQueue) -> list[Job]:
-    """What the lost leases of another server were of."""
+    """Wait until leases of another server expire; return their jobs after the requeue."""
     found: list[Job] = []
     wait_until(lambda: found.extend(queue.requeue_expired()) or found, 30, "no lease ends")
     return found
 
 
 def fleet_of(queue: JobQueue) -> Fleet:
-    """A server of the fleet, whose ranks have nothing to do."""
+    """Return the `Fleet` of a server with idle ranks."""
     dispatcher = Mock(num_free_slots=1, clips=list)
     engine = Mock(
         dispatcher=dispatcher, state="ready", config=Mock(world_size=2, parallel=ParallelConfig())
@@ -93,7 +95,7 @@ def fleet_of(queue: JobQueue) -> Fleet:
 
 
 def test_a_lost_claim_ends_nothing(opened: Open) -> None:
-    """Whatever the server does that was stopped for too long."""
+    """A server whose lease expired cannot end the job, which another server has claimed."""
     slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(slow)
     assert taken(slow).fencing_token == 1
@@ -120,7 +122,10 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
 
 
 def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
-    """What a server hands back does not count."""
+    """A job fails after several servers died while they made it.
+
+    Claims that a server returned before it ended do not count.
+    """
     dying, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(other)
     for _ in range(MAX_EXPIRED_LEASES):
@@ -138,11 +143,14 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
 
 
 def test_a_server_renews_all_its_claims(opened: Open) -> None:
-    """With the steps that are done; it learns which are lost, and which are to be cancelled."""
+    """A server renews all its claims and stores their finished steps in one call.
+
+    The call returns the lost claims, and the jobs that are to be cancelled.
+    """
     maker, other = opened(lease_seconds=_LEASE), opened()
     ids = [add(maker, created_at=float(age)) for age in range(4)]
     assert take_all(maker) == ids
-    # As if another server had claimed it in the meantime.
+    # Another fencing token means that another server has claimed the job.
     with other.backend.transaction() as connection:
         connection.execute("UPDATE jobs SET token = 2 WHERE id = ?", (ids[1],))
     other.request_cancel(ids[2])
@@ -167,13 +175,16 @@ def test_a_completion_whose_answer_is_lost_is_one(opened: Open) -> None:
 
 
 def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
-    """After an outage all leases have ended, and those who hold them renew them first."""
+    """After an outage, a server does not requeue other servers' jobs at once.
+
+    All leases have expired during the outage, so their holders get time to renew them.
+    """
     holder, other = opened(lease_seconds=_LEASE), opened(lease_seconds=2.0)
     add(holder)
     taken(holder)
     wait_until(lambda: holder.backend.fetch_all(_ENDED) == [(1,)], 30, "no lease ends")
     fleet = fleet_of(other)
-    fleet._requeue_expired_at = 0.0  # as after some time
+    fleet._requeue_expired_at = 0.0  # the next search is due
     with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendUnavailableError):
         patch.setattr(other.backend, "fetch_all", Mock(side_effect=BackendUnavailableError("away")))
         fleet._run_once()
@@ -188,7 +199,10 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
 
 
 def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Open) -> None:
-    """Their transaction was made, and the connection ended before the answer."""
+    """A server that ends also returns a claim whose transaction succeeded without its knowledge.
+
+    The connection broke before the server got the response.
+    """
     leaving, other = opened(), opened()
     id = add(leaving)
     with lost_answers(leaving), pytest.raises(OutputError):
@@ -212,19 +226,22 @@ def test_only_latents_that_nothing_needs_any_more_are_removed(opened: Open, tmp_
 def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away(
     opened: Open, tmp_path: Path
 ) -> None:
-    """After a stop during a request, others have removed its image."""
+    """A job that is stored too late is refused, and no job begins without the data folder.
+
+    If a server was stopped during a request, other servers have removed the request's image.
+    """
     queue = opened()
     with pytest.raises(OutputError, match="took too long to store"):
         queue.add(new_job(), max_open=None, until=uptime() - 1)
     assert not queue.has_unfinished()
     assert not queue.unavailable_reason
     (tmp_path / "data").rename(tmp_path / "away")
-    (tmp_path / "data").mkdir()  # an empty mount point
+    (tmp_path / "data").mkdir()  # as an empty mount point
     assert queue.unavailable_reason == "the folder of the videos is not there"
 
 
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:
-    """By its weights, and by its ranks, for which some numbers of steps are too few."""
+    """A server claims and verifies only jobs of its own weights whose steps its ranks can do."""
     svd, wan = opened(), opened()
     svd.model_key, wan.model_key = "weights of svd", "wan"
     first = add(svd, model="svd", weights="weights of svd")
@@ -245,7 +262,10 @@ def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None
 
 
 def test_a_server_takes_only_jobs_whose_loras_it_has(opened: Open) -> None:
-    """By the hashes of the files; an older svdpp leaves such jobs to newer ones."""
+    """A server claims only jobs whose LoRAs it has, identified by the hashes of their files.
+
+    An older svdpp, which knows no LoRAs, cannot read these jobs and skips them.
+    """
     has_lora, plain = opened(), opened()
     lora = Lora(name="style", weight=0.5, sha256="1" * 64)
     plain.incompatible_reason = lambda job: "it lacks a LoRA" if job.loras else None
@@ -258,7 +278,7 @@ def test_a_server_takes_only_jobs_whose_loras_it_has(opened: Open) -> None:
     with has_lora.backend.transaction() as connection:
         query = "SELECT sampling FROM jobs WHERE id = ?"
         ((text,),) = connection.execute(query, (first,)).fetchall()
-    with pytest.raises(RequestError, match="no parameter 'loras'"):  # as an older svdpp reads it
+    with pytest.raises(RequestError, match="no parameter 'loras'"):  # as in an older svdpp
         sampling_from(json.loads(text))
     again = replace(job_of(has_lora, first), id="video_2", idempotency_key="a", loras=())
     has_lora.add(replace(again, id="video_1", loras=(lora,)), None)
@@ -281,7 +301,7 @@ def test_what_only_a_newer_svdpp_can_make_is_passed_over(
 
 
 def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
-    """16 of 640 that make the same clips."""
+    """A new job wakes about 16 of 640 servers that could make it."""
     own, other = opened(), opened()
     fleet = fleet_of(own)
     fleet._peers = [{**fleet.servers()[0], "id": str(number)} for number in range(640)]
@@ -294,7 +314,7 @@ def test_a_new_job_wakes_few_servers_of_a_large_fleet(opened: Open) -> None:
 
 
 def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
-    """Nor again what is verified."""
+    """A clip that another server verifies, or that is already verified, is not verified."""
     own, other = opened(), opened()
     verifier = Verifier(own, lambda: True)
     id = add(own, model="demo")
@@ -307,7 +327,7 @@ def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
     assert not verifier._verify(id)
     assert (job_of(own, id).verification_reason or "").startswith("file missing")
     with other.backend.lock(id) as is_held:
-        assert is_held  # nobody holds it any more
+        assert is_held  # the verifier has released it
 
 
 def test_what_does_not_belong_together_is_refused(
@@ -336,7 +356,7 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     queue(adopts=True).close()
     queue().close()
     (tmp_path / "data" / "queue.id").touch()
-    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
+    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # another fleet
         queue()
     with pytest.raises(RequestError, match=r"the store .* does not belong to the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))

@@ -1,4 +1,4 @@
-"""Servers with data folders of their own, one PostgreSQL, and a real S3 server for the files."""
+"""Servers with separate data folders that share a PostgreSQL, and a real S3 server for files."""
 
 from __future__ import annotations
 
@@ -56,7 +56,10 @@ def _proven(server: HttpServer, id: str) -> None:
 
 
 def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
-    """What is in progress is finished and published later; new requests are told to come back."""
+    """While the store is down, a clip in progress is finished, and published later.
+
+    New requests get status 503.
+    """
     (id,) = server.add()
     wait(lambda: server.video(id)["step"] >= 1, lambda: f"{server.video(id)}")
     swift.stop()
@@ -111,7 +114,7 @@ def _another_server_goes_on_with_the_clip_of_a_killed_one(pair: Pair, store: Fil
     assert other.client.get(f"/v1/videos/{id}/metadata").json()["resumed_from_step"] > 0
     _proven(other, id)
     assert other.client.delete(f"/v1/videos/{id}").json()["deleted"]
-    # Latent checkpoints go within a second.
+    # Latent checkpoints are removed within a second.
     wait(lambda: set(store.objects()) == {"queue.id"}, lambda: f"{store.objects()}")
 
 
@@ -119,7 +122,7 @@ def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_re
     store: FileStore,
 ) -> None:
     path = store.folder / "queue.id"
-    store.put(path)  # there is none
+    store.put(path)  # the local file does not exist
     assert store.read_queue_id() == ""
     store.bind_to_queue("")
     store.fetch(store.folder / "none")
@@ -129,7 +132,7 @@ def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_re
 
     path.write_text("id")
     other = FileStore(store.folder, "s3://none/x")
-    for _ in range(2):  # then without asking it
+    for _ in range(2):  # the second pass sends no request
         with pytest.raises(BackendUnavailableError, match=r"cannot be used: .*does not exist"):
             other.put(path)
     with pytest.raises(RequestError, match="cannot be opened"):
@@ -139,7 +142,10 @@ def test_what_a_store_lacks_stays_missing_and_a_bucket_that_does_not_exist_is_re
 def test_a_checkpoint_that_is_fetched_is_not_removed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Older ones of the same clip are, as nobody needs them any more."""
+    """A latent checkpoint is not removed while it is being fetched.
+
+    Older checkpoints of the same clip are removed, because no server needs them.
+    """
     store = FileStore(tmp_path, f"memory://{new_id()}")
     request_builder = RequestBuilder(dummy_config(1), None, store)
     request_builder.latents_folder.mkdir()

@@ -1,4 +1,4 @@
-"""A hostile photograph is refused, and harms neither the server nor its folder."""
+"""Uploads: hostile images are refused, and harm neither the server nor its folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def uploads(tmp_path: Path) -> UploadStore:
 
 
 def refusal(uploads: UploadStore, data: bytes, name: str = "cat.png") -> InputError:
-    """The error of an upload, of which nothing is left."""
+    """Upload data that is refused, check that no file is left, and return the error."""
     with pytest.raises(InputError) as refused:
         uploads.save(io.BytesIO(data), new_id(), name)
     assert os.listdir(uploads._folder) == []
@@ -41,7 +41,7 @@ def refusal(uploads: UploadStore, data: bytes, name: str = "cat.png") -> InputEr
 
 
 def slow_jpeg(num_scans: int = 20_000) -> bytes:
-    """600 kB that take minutes to decode: a progressive JPEG that repeats its last scan."""
+    """Return a progressive JPEG that repeats its last scan: 600 kB that take minutes to decode."""
     data = encoded(Image.new("RGB", (4000, 4000)), "JPEG", progressive=True)
     end = data.rindex(b"\xff\xd9")
     return data[:end] + data[data.rindex(b"\xff\xda") : end] * num_scans + data[end:]
@@ -77,12 +77,12 @@ def test_the_decoder_is_light() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read a file; to decode this one
+@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read any file; to decode it
 def test_a_photograph_that_takes_much_memory_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
 ) -> None:
     monkeypatch.setattr(uploads_module, "MAX_DECODER_BYTES", mebibytes * 2**20)
-    big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # 143 kB for 196 MB
+    big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # the PNG has 143 kB, its pixels 147 MB
     assert refusal(uploads, big).message == "'cat.png' does not fit in memory"
 
 
@@ -107,7 +107,7 @@ def test_a_photograph_that_takes_long_is_refused(
 def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(uploads: UploadStore) -> None:
     data = slow_jpeg(200)
     usual = data[: data.index(b"\xff\xda")].count(b"\xff\xc2")
-    assert usual == 1  # it is progressive
+    assert usual == 1  # the JPEG is progressive
     error = refusal(uploads, data)
     assert error.message == "'cat.png' is a JPEG of 210 scans, and the limit is 100"
     assert error.details == {"scans": 210, "limit": 100}
@@ -117,7 +117,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(uploads: UploadSto
 
 
 def test_keys_take_turns_at_the_decoders() -> None:
-    """One key's many images delay another's by one of them."""
+    """Keys take turns: an image waits for at most one image of a key that has sent many."""
     slots = DecoderSlots(2)
     order: list[str] = []
     started = threading.Semaphore(0)
@@ -173,7 +173,7 @@ def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_decoder_ends_with_its_server(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = os.getpid() + 1  # which has ended: another process is the decoder's parent
+    server = os.getpid() + 1  # not the decoder's parent, as after the server's end
     monkeypatch.setattr(os, "getpid", lambda: server)
     assert "ended with SIGKILL" in refusal(uploads, encoded(gradient(), "PNG")).message
 

@@ -1,4 +1,4 @@
-"""Finished clips are verified one at a time while the ranks are idle, and never against work."""
+"""Verification of finished clips by a server, one at a time, only while the ranks are idle."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    """A data folder with three finished clips, and their ids, the oldest first."""
+    """Data folder with three finished clips, and the clips' ids, the oldest first."""
     folder = tmp_path_factory.mktemp("data")
     with serving(folder, demo_config()) as service:
         jobs = service.made(*(demo_job(folder, seed) for seed in range(3)))
@@ -86,12 +86,12 @@ def _temporary_files() -> set[str]:
 
 
 def _children() -> list[int]:
-    """The processes of this one that verify a clip."""
+    """Return the ids of this process's children that verify a clip."""
     return children_of(os.getpid(), "svdpp.serve.verifier")
 
 
 def _child() -> int:
-    """The first one, once there is one."""
+    """Wait until a child verifies a clip, and return its process id."""
     wait_until(_children, HANG_SECONDS, "no process")
     return _children()[0]
 
@@ -100,7 +100,11 @@ def _child() -> int:
 def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """A process may be killed, as when memory runs out; its proof can be requested again."""
+    """Idle time is used to verify clips, the newest first, and differences are reported.
+
+    If the verifying process is killed, as when memory runs out, the verification can be requested
+    again.
+    """
     with _proving(made, tmp_path, when_idle=True) as proving:
         oldest = tmp_path / "clips" / f"{proving.ids[0]}.mp4.json"
         metadata = json.loads(oldest.read_text())
@@ -130,7 +134,10 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
 
 
 def test_owners_take_turns_in_verifications(tmp_path: Path) -> None:
-    """Bob, whose clips are older, requests each again as soon as it was verified."""
+    """Owners take turns, even if Bob requests his verifications again and again.
+
+    Bob's clips are older, and he requests each one again as soon as it is verified.
+    """
     with contextlib.closing(JobQueue(tmp_path)) as queue:
         owners = ["bob", "bob", "bob", "alice", "alice"]
         owner_of = {add(queue, owner=owner): owner for owner in owners}
@@ -153,7 +160,10 @@ def test_owners_take_turns_in_verifications(tmp_path: Path) -> None:
 def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
-    """A clip that is removed is let go."""
+    """A verification stops as soon as the ranks have work, and starts again when they are idle.
+
+    It also stops if its clip is removed.
+    """
     with _proving(made, tmp_path) as proving:
         assert proving.verifier.request(proving.ids[1])
         assert proving.verifier.request(proving.ids[1])
@@ -169,7 +179,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        _child()  # it goes on
+        _child()  # it starts again
         assert not proving.verifier.request("video_unknown")
         assert proving.verifier.request(proving.ids[0])
         for id in proving.ids:
@@ -194,7 +204,7 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
-    temporary = Path(tempfile.mkdtemp())  # a short path, because it holds sockets
+    temporary = Path(tempfile.mkdtemp())  # paths of sockets must be short
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},

@@ -1,4 +1,4 @@
-"""Webhooks: signed, sent at least once with the same id, and only to where they may go."""
+"""Webhooks: signed, sent at least once with the same id, and only to allowed addresses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 
 
 class Receiver(ThreadingHTTPServer):
-    """An HTTP server that notes requests. The last of `answers` is that to all further ones."""
+    """HTTP server that records requests.
+
+    It responds with `answers` in order, and uses the last one for all further requests.
+    """
 
     daemon_threads = True
 
@@ -60,7 +63,7 @@ class Receiver(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """A client that goes away, as a killed one does."""
+        """Ignore errors of a client that disconnects, as a killed one does."""
 
 
 class Request(BaseHTTPRequestHandler):
@@ -77,7 +80,7 @@ class Request(BaseHTTPRequestHandler):
         pass
 
     def verified(self, secret: str) -> dict[str, Any]:
-        """The event, whose signature is checked as Standard Webhooks tells receivers to."""
+        """Check the signature as Standard Webhooks tells receivers to, and return the event."""
         id, sent_at = self.headers["webhook-id"], self.headers["webhook-timestamp"]
         assert abs(int(sent_at) - time.time()) < HANG_SECONDS
         content = f"{id}.{sent_at}.".encode() + self.body
@@ -104,7 +107,7 @@ def close(handler: BaseHTTPRequestHandler) -> None:
 
 
 def after(event: threading.Event) -> Answer:
-    """No answer before the event, and none after it."""
+    """Return a handler that waits for the event, and then sends no response."""
     return lambda _: event.wait(HANG_SECONDS)
 
 
@@ -129,7 +132,7 @@ def callback(store: JobQueue, id: str) -> dict[str, Any]:
 
 
 def after_a_try(store: JobQueue, id: str) -> dict[str, Any]:
-    """The view of a webhook after the outcome of a try."""
+    """Wait until a delivery has succeeded or failed; return what the API shows of the webhook."""
 
     def is_noted() -> bool:
         return callback(store, id)["error"] or callback(store, id)["status"] == "delivered"
@@ -139,7 +142,7 @@ def after_a_try(store: JobQueue, id: str) -> dict[str, Any]:
 
 
 def tried(store: JobQueue, url: str, *hosts: str) -> dict[str, Any]:
-    """The view of a new webhook after the outcome of its first try."""
+    """Return what the API shows of a new webhook after its first delivery attempt."""
     id = made(store, url)
     with sending(store, *hosts):
         return after_a_try(store, id)
@@ -149,7 +152,10 @@ def tried(store: JobQueue, url: str, *hosts: str) -> dict[str, Any]:
 def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch, state: JobState
 ) -> None:
-    """The same again after an error, or a connection that ends."""
+    """A webhook has the video, and a signature for each secret.
+
+    After an error response or a broken connection, the same webhook is sent again.
+    """
     monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
     monkeypatch.setattr(webhooks, "_FIRST_RETRY_SECONDS", 0.01)
     with Receiver(status(404), close, status(204)) as receiver:
@@ -192,9 +198,9 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
 def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
     monkeypatch: pytest.MonkeyPatch, each_store: JobQueue, told: list[str]
 ) -> None:
-    """Each wait is four times that before, up to six hours, by the clock of the database.
+    """The wait before a retry grows by a factor of four, up to six hours, by the database's clock.
 
-    The host is no longer allowed, which is noticed without a connection.
+    The host is not allowed, so the attempts fail without a connection.
     """
     store = each_store
     monkeypatch.setattr(webhooks, "_POLL_SECONDS", 0.01)
@@ -296,7 +302,10 @@ def test_only_addresses_of_the_internet_are_public() -> None:
 def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch, second: str
 ) -> None:
-    """A name whose owner lets it point elsewhere after the check (DNS rebinding)."""
+    """All addresses of a host name are checked, and the name is looked up only once.
+
+    A second look-up could give an unchecked address (DNS rebinding).
+    """
     answers = [["93.184.215.15", second]] + [["127.0.0.1"]] * 9
     connected: list[str] = []
 
@@ -366,7 +375,7 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
             server.stop(signal.SIGKILL)
         go_on.set()
         with closing(sqlite3.connect(tmp_path / "data/queue.sqlite3")) as database, database:
-            database.execute("UPDATE jobs SET callback_due = 0")  # the lease of the try ends
+            database.execute("UPDATE jobs SET callback_due = 0")  # the attempt's lease expires
         with ServerHere(tmp_path / "data", *options) as here:
             wait(lambda: len(receiver.requests) == 2, lambda: here.err)
             wait(lambda: here.video(id)["callback"]["status"] == "delivered")
@@ -383,7 +392,10 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
 def test_a_resolver_that_does_not_answer_delays_only_its_own_host(
     store: JobQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for the end of its lookups, of which few run at a time."""
+    """A host whose name look-up hangs delays only its own webhooks.
+
+    Nothing waits for hanging look-ups, and only few of them run at a time.
+    """
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 3.0)
     look_up, may_end, asked = socket.getaddrinfo, threading.Event(), list[str]()
 
