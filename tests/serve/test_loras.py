@@ -83,7 +83,7 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     # files with the same name.
     shared = {"style": {hashes["style"]}, "far": {"1" * 64}, "both": {"2" * 64, "3" * 64}}
     assert server.loras.find("far:0.5", shared) == (Lora(name="far", weight=0.5, sha256="1" * 64),)
-    with pytest.raises(RequestError, match="one file at some servers and another file") as refused:
+    with pytest.raises(RequestError, match="is not the same file on all servers") as refused:
         server.loras.find("both", shared)
     assert refused.value.details["sha256"] == ["2" * 64, "3" * 64]
     with pytest.raises(RequestError, match="this fleet has no") as refused:
