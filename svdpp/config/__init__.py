@@ -1,6 +1,7 @@
 """Configuration of a run: frozen dataclasses that validate themselves.
 
-`__post_init__` of each class rejects values that cannot run, or exceed a limit of `config.limits`.
+Each class checks its values in `__post_init__`: it rejects values that cannot run, and values above
+a limit of `config.limits`.
 """
 
 from svdpp.config.added_files import AddedFile, Denoiser, parse_denoiser

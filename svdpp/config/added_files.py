@@ -1,4 +1,4 @@
-"""Weight files that a user adds to a checkpoint: their base class, and GGUF denoisers."""
+"""Weight files that users add to a checkpoint: the base class `AddedFile`, and GGUF denoisers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 from svdpp.config.limits import check_type, require
 
-#: Name of one of two denoisers that divide the steps: `high` runs the first steps, which have high
-#: noise, and `low` runs the later steps.
+#: Name of an expert, in a model with two denoisers that divide the steps: `high` runs the first
+#: steps, where the noise is high, and `low` runs the later steps.
 Expert = Literal["high", "low"]
 
 
@@ -26,7 +26,8 @@ class AddedFile:
     name: str
     """Path of a local file, or `OWNER/NAME/PATH` of a file on the hub."""
     expert: Expert | None = None
-    """Expert whose weights the file changes or replaces; None: the model has only one denoiser."""
+    """Expert (one of two denoisers) whose weights the file changes or replaces; None: the model has
+    only one denoiser."""
     revision: str | None = None
     """Branch, tag or commit of a file on the hub; None: its main branch."""
     sha256: str | None = None
@@ -40,7 +41,7 @@ class AddedFile:
 
     @property
     def part(self) -> str:
-        """Component of the checkpoint whose weights the file changes or replaces: a denoiser."""
+        """Name of the denoiser, as a component, whose weights the file changes or replaces."""
         return "transformer_2" if self.expert == "low" else "transformer"
 
 
@@ -55,8 +56,8 @@ def parse_denoiser(text: str) -> Denoiser:
     """Parse the value of `--denoiser`.
 
     Args:
-        text: Path of a GGUF file. The ending `:high` or `:low` names the expert that the file
-            replaces, such as `a.gguf:low`.
+        text: Path of a GGUF file. In a model with two denoisers, `:high` or `:low` at the end of
+            the path says which of them the file replaces, such as `a.gguf:low`.
     """
     for expert in ("high", "low"):
         if text.endswith(f":{expert}"):

@@ -1,4 +1,4 @@
-"""Reading of cost models: a preset by name, a costs file, or the `run.json` of an earlier run."""
+"""Readers of cost models, from a preset, a costs file, or the `run.json` of an earlier run."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from svdpp.config.limits import read_small_file, require
 from svdpp.errors import InputError
 from svdpp.plan.costs import PRESETS, CostModel
 
-# Largest size of a costs file in bytes. The limit is high, because a `run.json` may be read as a
-# costs file, and its size grows with the number of clips.
+# Largest size of a costs file in bytes. The limit is high, because users may give a `run.json` in
+# place of a costs file, and a `run.json` grows with the number of clips.
 _COSTS_BYTES = 2**26
 
 
 def find_costs(name_or_path: str) -> CostModel:
-    """Return the cost model of a preset, or of a file if no preset has the name.
+    """Return the cost model of the preset with a name, or read a file if there is no such preset.
 
     Args:
         name_or_path: One of `PRESETS`, or the path of a costs file.

@@ -17,8 +17,8 @@ from svdpp.errors import InputError, RequestError
 #: Largest number of denoising steps. Models are trained with 1000 noise levels, so more steps do
 #: not improve a clip.
 MAX_STEPS = 1000
-#: Largest seed. `torch.Generator.manual_seed` takes 64 bits, and maps negative seeds to positive
-#: seeds.
+#: Largest seed; the smallest is 0. `torch.Generator.manual_seed` maps negative seeds to seeds above
+#: this number, so such seeds would not be unique.
 MAX_SEED = 2**63 - 1
 MAX_FRAMES = 1024
 #: Largest height and width of a frame, in pixels.
@@ -34,8 +34,8 @@ MAX_PROMPT_CHARACTERS = 20_000
 MAX_REFERENCES = 16
 #: Largest size of an input image, in millions of pixels.
 MAX_MEGAPIXELS = 50
-#: Size in millions of pixels, above which an image is large. Clips of large images are scheduled
-#: after all other clips.
+#: Images with more than this number of millions of pixels are large. Clips from large images are
+#: scheduled after all other clips.
 LARGE_MEGAPIXELS = 4
 #: Largest number of clips of one run, which is the number of inputs times the number of seeds.
 MAX_CLIPS = 100_000
@@ -93,7 +93,8 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
         RequestError: The value is not an int, or out of range.
     """
     is_whole = isinstance(value, int) and not isinstance(value, bool)
-    # `require` needs its message even for a valid value; to build it is too slow for 100,000 clips
+    # `require` is not used here, because its message would be built for valid values, too, which is
+    # slow for 100,000 clips.
     if not (is_whole and low <= value <= high):
         what = "" if is_whole else "a whole number, "
         raise RequestError(
@@ -169,7 +170,10 @@ def is_number(value: Any) -> bool:
 
 
 def detail_value(value: Any) -> Any:
-    """Return a JSON value for an error's `details`: a number, bool or None stays, else text."""
+    """Return a value for an error's `details`, which are JSON: a number, a bool, None or a text.
+
+    Values of any other type are converted to text.
+    """
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)
 

@@ -58,13 +58,12 @@ def parse_loras(value: object) -> tuple[Lora, ...]:
     """Parse one or more LoRAs from a text, an object or a list.
 
     Args:
-        value: LoRAs in one of these forms: text `FILE[:WEIGHT][:high|:low]`; an object with the key
-            `name` and optionally `scale` (or `weight`, default 1) and `expert`; a list of texts and
+        value: LoRAs as one of: a text `FILE[:WEIGHT][:high|:low]`; an object with the key `name`,
+            and optionally `scale` (or `weight`, default 1) and `expert`; a list of such texts and
             objects; JSON text of an object or a list; or None for no LoRAs.
 
     Raises:
-        RequestError: The value has none of these forms, has too many LoRAs, or a weight is out of
-            range.
+        RequestError: The value has another form, has too many LoRAs, or a weight is out of range.
     """
     if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
         try:
@@ -118,8 +117,8 @@ def _parse_text(text: str) -> Lora:
 def ordered_by_loras(loras: Iterable[tuple[Lora, ...]]) -> list[int]:
     """Return the indices of clips, ordered so that clips with equal LoRAs follow each other.
 
-    In this order, ranks load each set of LoRAs only once. The sets are in the order of their first
-    clips. Clips with the same set stay in their order.
+    In this order, ranks load each set of LoRAs only once. A set of LoRAs takes the place of its
+    first clip. The order of the clips with one set does not change.
 
     Args:
         loras: LoRAs of each clip.

@@ -138,7 +138,8 @@ class ModelConfig:
     their memory is counted. The field `weight` of these LoRAs is ignored. A request may also name
     LoRAs that are not listed here; these are checked when the request is submitted."""
     denoisers: tuple[Denoiser, ...] = ()
-    """GGUF denoisers that replace the denoiser of the checkpoint, or one or both of two experts."""
+    """GGUF denoisers that replace the denoiser of the checkpoint. If it has two experts (denoisers
+    for high and for low noise), they replace one or both."""
     attention_backend: str | None = None
     """Name of the attention backend with which diffusers runs the denoisers, such as `flash`. A
     backend changes the bits of clips. None: the default of diffusers, which is torch's own
@@ -148,8 +149,8 @@ class ModelConfig:
     pixels; if `dummy_sleeps`, a tiny shape, because the computation must be shorter than the
     sleep."""
     dummy_sleeps: bool = False
-    """Whether the dummy model sleeps in each action for the seconds that the pipeline's `costs`
-    give. It then also decodes clips."""
+    """Whether the dummy model sleeps in each action, for as many seconds as the cost model
+    (`PipelineConfig.costs`) says. It then also decodes clips."""
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
@@ -189,7 +190,7 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether the model's family is known without reading files: for SVD, `demo` and `dummy`."""
+    """Whether the family is known without reading files: the model is SVD, `demo` or `dummy`."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
@@ -212,19 +213,19 @@ def sampling_of_model(
     num_references: int = 0,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters: of each, the given value, else the default.
+    """Return sampling parameters with the given values, and with defaults for all others.
 
-    The model's default goes before diffusers' default.
+    If the model has its own default for a parameter, that is used in place of diffusers'.
 
     Args:
         model_name: Name of the model.
         family: Family of the model.
         values: Values by field name; a value of None counts as not given.
-        from_image: Whether clips start from an image, and not from text alone. SVD ignores this
+        from_image: Whether clips start from an image; False: from text only. SVD ignores this
             argument, because its clips always start from an image.
-        has_last_image: Whether clips also end at an image.
+        has_last_image: Whether an image for the last frame of each clip is given, too.
         num_references: Number of references of each clip, besides its input image.
-        memory_opt: Whether to decode two frames at once, unless `decode_chunk_size` is given.
+        memory_opt: Whether 2 frames are decoded at once if `decode_chunk_size` is not given.
 
     Raises:
         RequestError: The family lacks a parameter, or a value is out of range.
@@ -254,10 +255,10 @@ def sampling_of_model(
 
 
 def _with_old_names(kind: type[_Config]) -> type[_Config]:
-    """Let a class take the fields of `ParallelConfig` as arguments, and read them as properties.
+    """Add deprecated arguments and properties to a class, one for each field of `ParallelConfig`.
 
-    Until svdpp 0.3, `PipelineConfig` itself had these fields, named as the options of the command
-    line. The deprecated arguments will be removed with the next version.
+    Until svdpp 0.3, `PipelineConfig` itself had these fields, under the names of the command-line
+    options. The arguments and properties will be removed with the next version.
     """
     new_init: Any = kind.__init__
     old_names = {option.name: name for name, option in layout_options().items()}
@@ -290,8 +291,8 @@ class PipelineConfig:
     """Device of the ranks: `cpu`, `cuda` (rank r runs on cuda:r), or one device for all ranks, such
     as `cuda:0`."""
     num_threads: int = 1
-    """Number of torch's intra-op threads on a CPU, in each rank, and in the run on one device that
-    `verify` compares with. The bits of clips depend on this number."""
+    """Number of torch's intra-op threads on a CPU. It holds for each rank, and for the run on one
+    device with which `verify` compares clips. The bits of clips depend on this number."""
     timeout_seconds: float = 600.0
     """Seconds without progress after which a rank counts as stalled, and the run is aborted."""
     start_timeout_seconds: float = 600.0
@@ -301,11 +302,12 @@ class PipelineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Configuration of how the ranks share the work."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model: seconds of an encode, a step and a decode. Splits other than `uniform` divide the
-    steps by it."""
+    """Cost model: seconds of an encode, a step and a decode. Splits other than `uniform` use these
+    times to divide the steps among the ranks."""
     expert_boundary: int | None = None
-    """Number of steps that the high-noise expert runs. It is computed from the checkpoint when the
-    configuration is resolved. None: not resolved yet, or the model has only one denoiser."""
+    """Number of steps that the high-noise expert (the first of two denoisers) runs. It is computed
+    from the checkpoint when the configuration is resolved. None: not resolved yet, or the model has
+    only one denoiser."""
     tiles: tuple[int, ...] = ()
     """Size of each tile of a clip's decode, in positions of the latent. The sizes are computed from
     the checkpoint when the configuration is resolved. Empty: not resolved yet, or ranks cannot
@@ -314,8 +316,8 @@ class PipelineConfig:
     """Whether packets between ranks contain a CRC-32 of their tensors, which the receiver
     checks."""
     deterministic: bool = False
-    """Whether ranks, and the run on one device that `verify` compares with, use torch's
-    deterministic algorithms; False: torch's default algorithms."""
+    """Whether torch uses only deterministic algorithms, in the ranks and in the run on one device
+    with which `verify` compares clips; False: torch's default algorithms."""
     allow_mixed_devices: bool = False
     """Whether ranks may run on different kinds of devices or libraries. Clips are then not bitwise
     equal to a run on one device."""
@@ -325,7 +327,8 @@ class PipelineConfig:
         self.layout  # noqa: B018  checks that the ranks can divide the steps
         check_int("num_threads", self.num_threads, 1, max_threads(), " on this machine")
         self._check_rounded_guidance()
-        # The two ranks of a pair must compute the same bits, so they need equal devices.
+        # The two ranks of a pair share each step and must compute the same bits, so they need equal
+        # devices.
         wrong = "`cfg_parallel` 2 cannot be used with `allow_mixed_devices`"
         pair = self.parallel.cfg_parallel_size
         require(not (pair > 1 and self.allow_mixed_devices), wrong, cfg_parallel=pair)
@@ -339,9 +342,9 @@ class PipelineConfig:
         check_seconds("heartbeat_timeout_seconds", self.heartbeat_timeout_seconds)
 
     def _check_rounded_guidance(self) -> None:
-        # diffusers decides twice whether guidance is on: in the encode by a Python number, and in
-        # the loop by a tensor of the model's dtype. The two decisions would differ for a
-        # `max_guidance_scale` that rounds to 1 in this dtype.
+        # diffusers decides twice whether guidance is on, that is, whether the scale is above 1: in
+        # the encode by a Python number, and in the loop by a tensor of the model's dtype. The two
+        # decisions differ for a `max_guidance_scale` that is above 1, but rounds to 1 in the dtype.
         dtype, highest = self.model.dtype, getattr(self.sampling, "max_guidance_scale", 0)
         rounding = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}[dtype]
         require(
@@ -372,7 +375,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Sizes of the chunks of a decode, as in `Layout.chunks`; empty: not known yet."""
+        """Sizes of a decode's chunks or tiles, as in `Layout.chunks`; empty: not known yet."""
         if self.tiles:
             return self.tiles
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
@@ -396,8 +399,8 @@ VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
 #: Key in `ClipRequest.files` of the input image, or of the input video in video-to-video families.
 IMAGE = "image"
-#: Key in `ClipRequest.files` of the image at which a clip ends. Most pipelines have an argument of
-#: this name.
+#: Key in `ClipRequest.files` of the image for the clip's last frame. Most pipelines have an
+#: argument of this name.
 LAST_IMAGE = "last_image"
 #: Name of the field with the references of a clip.
 REFERENCES = "references"
@@ -454,10 +457,11 @@ class ClipRequest:
     """Path of the input image, or of the input video for video-to-video families; None: the clip is
     made from text alone."""
     last_image: str | None = None
-    """Path of the image at which the clip ends, for families that take a last image."""
+    """Path of the image for the clip's last frame, in families that take a last image; None: no
+    last image."""
     references: tuple[str, ...] = ()
-    """Paths of the references: images of what the clip shows, besides its input image, in the order
-    in which the model gets them. For families that take references."""
+    """Paths of the references: further images of what the clip shows, such as a person, besides the
+    input image. The model gets them in this order. Only some families take references."""
     prompt: str | None = None
     """Prompt; None: the model takes none."""
     negative_prompt: str | None = None
@@ -472,17 +476,19 @@ class ClipRequest:
     """SHA-256 of each reference in hex, computed when the images were checked; empty: not checked
     yet."""
     videos: Mapping[str, str] = field(default_factory=dict)
-    """Paths of the further videos that the family takes, by name; see `CommonSampling.videos`."""
+    """Paths of further input videos, by name, for families that take them; see
+    `CommonSampling.videos`."""
     videos_sha256: Mapping[str, str] = field(default_factory=dict)
     """SHA-256 of each further video in hex, by name, computed when the videos were checked."""
     loras: tuple[Lora, ...] = ()
-    """LoRAs of this clip alone, which are added to the denoiser after those of the model."""
+    """LoRAs only for this clip, which are added to the denoiser after the model's LoRAs."""
     output: OutputConfig | None = None
-    """Path and encoding of the clip's file; None: no file is written, and the result has only
-    hashes of the clip."""
+    """Path and encoding of the clip's file; None: no file is written, and the result contains only
+    the clip's hashes."""
     latents_key: str | None = None
-    """Name of the clip's latent checkpoints: SHA-256, in hex, of everything on which the bits of
-    the latent depend. None: no latent checkpoints are written."""
+    """Name of the clip's latent checkpoints, which are files of a half-finished clip: the SHA-256,
+    in hex, of everything on which the bits of the latent depend. None: no latent checkpoints are
+    written."""
     sampling: SamplingConfig | None = None
     """Sampling parameters of this clip; None: the sampling parameters of the pipeline."""
     done_steps: int = 0
@@ -547,17 +553,17 @@ def check_prompt(name: str, text: object) -> None:
     )
 
 
-#: Fields of a clip's JSON, besides sampling parameters and prompts, on which the bits of the latent
-#: depend. The number of ranks and the split do not change the bits.
+#: Fields of a clip's JSON on which the bits of the latent depend, besides sampling parameters and
+#: prompts. The number of ranks and the split of the steps do not change the bits.
 _LATENT_IDENTITY = (
     *("input_sha256", "seed", "model", "revision", "weights_fingerprint", "variant", "dtype"),
     *("memory_opt", "channels_last", "device", "num_threads", "deterministic"),
 )
 
 
-#: Name of the condition (see `worker.device.conditions_of`) that says whether the attention backend
-#: gives equal bits for equal inputs. Only clips with an `attention_backend` have this condition.
-#: Each rank measures it, so its values may differ between ranks with equal devices.
+#: Name of a machine condition (see `worker.device.conditions_of`): whether the attention backend
+#: gives equal bits for equal inputs. It is recorded only for clips with an `attention_backend`.
+#: Each rank measures it, so ranks with equal devices may still have different values.
 ATTENTION_REPEATS = "attention_repeats"
 
 
@@ -582,8 +588,9 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
-    # Pairs of ranks that divide a batch of two may round differently than one rank; their clips are
-    # marked as unproven. So are clips of mixed devices, but those devices cannot form pairs.
+    # A pair of ranks that divides a batch of two may round differently than one rank, so the bits
+    # depend on `cfg_parallel`. Such clips are marked as unproven. Clips of mixed devices are marked
+    # so, too, but mixed devices cannot form pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # These fields are left out if a clip's JSON lacks them, such as the JSON of svdpp 0.3.
@@ -612,10 +619,9 @@ def configuration_fields() -> frozenset[str]:
 
 @cache
 def sampling_fields(family: str) -> tuple[str, ...]:
-    """Return the names of a family's sampling parameters that are fields of a clip's JSON.
+    """Return the names of a family's sampling parameters in a clip's JSON, without `family`.
 
-    `has_last_image` and `num_references` are not fields of the JSON, because the JSON has a hash
-    for each image.
+    The JSON lacks `has_last_image` and `num_references`, because it has a hash of each image.
     """
     names = (field.name for field in fields(SAMPLING_CLASSES[family]))
     known = ("family", "has_last_image", "num_references")

@@ -46,14 +46,14 @@ class Param:
     api: str = ""
     """Name of the parameter in HTTP requests and benchmarks; empty: the same as `name`."""
     excludes_lowest: bool = False
-    """Whether `lowest` itself is not allowed, so that the value must be above it."""
+    """Whether values must be above `lowest`; False: they may also equal `lowest`."""
     shown_default: str = ""
     """Description of the default for the help text; empty: the help shows the value of
     `default`."""
     name: str = ""
     default: Any = None
-    """Default value in the family; None: the model's config or another parameter sets the
-    default."""
+    """Default value in the family; None: the default depends on the model's config or on another
+    parameter."""
 
     @property
     def option(self) -> str:
@@ -105,7 +105,8 @@ class Param:
 MAX_GUIDANCE = 100.0
 
 
-#: Sampling parameters with an option of their own on the command line, by field name.
+#: Sampling parameters with their own command-line option, such as `--steps`, by field name. Users
+#: set all other parameters by `--param`.
 SHARED: Mapping[str, Param] = {
     "num_inference_steps": Param(
         lowest=1, highest=MAX_STEPS, kind=int, help="Denoising steps of each clip.", api="steps"
@@ -142,7 +143,7 @@ SHARED: Mapping[str, Param] = {
 }
 
 #: Parameter `video_frames` of families whose clips continue a video: the number of frames that are
-#: read from the video. The clip itself has `num_frames` frames.
+#: read from the video, while `num_frames` is the number of frames of the clip.
 VIDEO_FRAMES = Param(
     lowest=1,
     highest=MAX_FRAMES,
@@ -179,12 +180,12 @@ def params_by_field(kind: Any) -> dict[str, Param]:
 
 
 def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) -> int:
-    """Return the number of frames that comes nearest to a duration.
+    """Return the allowed number of frames that is closest to a duration.
 
     Args:
         seconds: Duration of the clip.
         fps: Frames per second.
-        kind: Class of the sampling parameters, which knows the possible numbers of frames.
+        kind: Class of the sampling parameters, which says which numbers of frames are allowed.
     """
     unit, remainder = kind.frames_unit, kind.frames_remainder
     return max(remainder, round((seconds * fps - remainder) / unit) * unit + remainder)
@@ -295,7 +296,7 @@ class CommonSampling:
             ValueError: `num_frames` is None, because the model's default has not been read yet.
         """
         if self.num_frames is None:
-            raise ValueError("num_frames is None: resolve it with the model first")
+            raise ValueError("num_frames is None: call with_model_defaults first")
         return self.num_frames
 
     @property
@@ -314,8 +315,8 @@ class CommonSampling:
         Args:
             lowest: Smallest number of steps of the copy. The family may need more, or may have a
                 fixed number of steps, which the copy keeps.
-            num_ranks: Number of ranks. The copy's number of steps is a multiple of it, unless the
-                family fixes the number.
+            num_ranks: Number of ranks. The copy's number of steps is a multiple of `num_ranks`,
+                unless the family has a fixed number of steps.
         """
         if self.has_fixed_steps:
             return self
@@ -323,13 +324,13 @@ class CommonSampling:
         return replace(self, num_inference_steps=math.ceil(lowest / unit) * unit)
 
     def check_videos(self, names: Collection[str]) -> None:
-        """Check that a clip has exactly the further videos that the family takes.
+        """Check that a clip has all further videos that the family takes, and no others.
 
         Args:
-            names: Names of the clip's further videos.
+            names: Names of the clip's videos, such as `face_video`, without its input.
 
         Raises:
-            RequestError: A video is missing, or the family takes no video of one of the names.
+            RequestError: A video is missing, or the family takes no video of this name.
         """
         taken = ", ".join(self.videos)
         for name in sorted({*names} - {*self.videos}):
@@ -366,9 +367,10 @@ class PromptedSampling(CommonSampling):
     from_image: bool = False
     """Whether clips start from an image; False: they are made from text alone."""
     has_last_image: bool = False
-    """Whether clips have a last image, at which they end, besides the first image."""
+    """Whether clips have an image for the last frame, besides the image for the first frame."""
     num_references: int = 0
-    """Number of references of each clip: images of what it shows, besides its input image."""
+    """Number of references of each clip: further images of what it shows, besides its input
+    image."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

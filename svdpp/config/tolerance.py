@@ -12,12 +12,12 @@ from svdpp.config.limits import require
 class Tolerance:
     """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
 
-    Frames and audio are compared as fractions of the highest level, so 1/255 is one level of a
-    frame. If `atol` and `rtol` are 0, the bits must be equal.
+    Frames and audio are compared as fractions of their largest value. For frames, this value is
+    255, so 1/255 is one level of a pixel. If `atol` and `rtol` are 0, the bits must be equal.
 
     Args:
-        atol: Absolute tolerance. For frames and audio, it is a fraction of the highest level; for
-            latents, it is in the unit of the latent.
+        atol: Absolute tolerance: for frames and audio as a fraction of their largest value, for
+            latents in the unit of the latent.
         rtol: Tolerance as a fraction of the expected value.
 
     Raises:

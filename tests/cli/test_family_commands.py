@@ -178,7 +178,7 @@ REFUSED = [
     (f"run {V2V}", 2, "needs a video"),
     (f"run talk.mp4 {V2V} --model demo", 2, "--family 'wan_v2v' does not run"),
     (f"run rocket.jpg {V2V} --family ltx", 2, "does not run"),
-    (f"run talk.mp4 {V2V} --model wan", 5, "only Wan 2.1 for text makes clips from a video"),
+    (f"run talk.mp4 {V2V} --model wan", 5, "only Wan 2.1 checkpoints for clips from text can make"),
     (f"run talk.mp4 {V2V} --param strength=0.001", 2, "the limit is 1000"),
     (f"run talk.mp4 {V2V} --param strength=0", 2, "strength must be above 0"),
     (f"{ANIMATE} {POSE}", 2, "needs the video face_video\nhint: give --video face_video=FILE"),

@@ -299,7 +299,7 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         (
             *(SKIPS, GUIDER),
             {"skip_layer_config": {"indices": [0], "dropout": 0.5}},
-            "another value of dropout than 1.0",
+            "dropout in skip_layer_config must be 1.0",
         ),
         (
             *("wan-modular", MODULAR_INDEX),
@@ -309,7 +309,7 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("cosmos3", MODULAR_INDEX, {"enable_safety_checker": True}, "of the safety checker"),
         (
             *("cosmos3-distilled", MODULAR_INDEX, {"distilled_sigmas": [1.0, 0.5]}),
-            "distilled_sigmas is [1.0, 0.5], but svdpp runs models of 4 noise levels",
+            "distilled_sigmas is [1.0, 0.5], but svdpp runs only models with 4 noise levels",
         ),
         (
             *("hunyuan-video-1.5-modular", MODULAR_INDEX),

@@ -14,10 +14,10 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Tiles of `AutoencoderKLAllegro`: number of frames of a tile, and number of frames in which two
-# successive tiles overlap.
+# `AutoencoderKLAllegro` decodes in tiles. Number of frames of a tile, and number of frames by which
+# two successive tiles overlap.
 _TILE_FRAMES, _SHARED_FRAMES = 24, 8
-# Number of pixels in which two neighbouring tiles overlap.
+# Number of pixels by which two neighbouring tiles overlap, along each side of a frame.
 _SHARED_PIXELS = {"height": 120, "width": 80}
 
 
@@ -47,11 +47,11 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    """Check that whole tiles cover the clip, because the VAE leaves all other pixels black.
+    """Check that whole tiles cover the clip. The VAE leaves pixels outside of whole tiles black.
 
     Raises:
-        RequestError: Some frames or pixels lie in no whole tile; the hint names the nearest
-            possible numbers.
+        RequestError: Whole tiles do not cover all frames and pixels; the hint names the nearest
+            sizes that they cover.
     """
     side = checkpoint.vae_tile_side
     assert side is not None
@@ -95,8 +95,8 @@ ALLEGRO = FamilySpec(
     latent_dtype="model",
     checkpoint_facts=_checkpoint_facts,
     check_sampling=_check_sampling,
-    # By default, diffusers cleans prompts if the package beautifulsoup4 is installed, so the clip
-    # would depend on the installed packages.
+    # By default, diffusers cleans prompts if the package beautifulsoup4 is installed. The same
+    # request would then give different clips on machines with and without this package.
     call_arguments=lambda _: {"clean_caption": False},
 )
 

@@ -29,7 +29,7 @@ class Cosmos3BaseSampling(PromptedSampling):
     width: int = 1280
     num_frames: int = 189
     fps: float = 24
-    """Frames per second, which the denoiser reads."""
+    """Frames per second; the denoiser also takes this number as an input."""
     guidance_scale: float = 6.0
     max_sequence_length: int = 4096
     """Without effect: the denoiser reads all tokens of a prompt."""
@@ -62,8 +62,8 @@ class Cosmos3FromVideoSampling(Cosmos3BaseSampling):
 
     family: Literal["cosmos3_v2v"] = "cosmos3_v2v"
     video_frames: int = 5
-    """Number of frames of the video with which the clip begins: a multiple of `frames_unit` plus 1.
-    The default is that of diffusers."""
+    """Number of frames that the clip takes from the input video as its first frames: a multiple of
+    `frames_unit` plus 1. The default is that of diffusers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,8 @@ def _distilled_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     steps = Cosmos3DistilledSampling.num_inference_steps
     if not (isinstance(sigmas, list) and len(sigmas) == steps and all(map(is_number, sigmas))):
         raise configs.index.error(
-            f"distilled_sigmas is {shown(sigmas)}, but svdpp runs models of {steps} noise levels",
+            f"distilled_sigmas is {shown(sigmas)}, but svdpp runs only models with {steps} noise "
+            "levels",
             details={"distilled_sigmas": shown(sigmas), "steps": steps},
         )
     return _checkpoint_facts(configs)
@@ -130,7 +131,7 @@ def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
-    """Return the pipeline's arguments for the video: its frames, and its latent frames' indices."""
+    """Return the pipeline's arguments for the video: the frames, and indices of latent frames."""
     num_latents = (sampling.video_frames - 1) // sampling.frames_unit + 1
     return {"video": frames, "condition_frame_indexes_vision": tuple(range(num_latents))}
 

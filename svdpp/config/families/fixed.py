@@ -16,7 +16,7 @@ def check_fixed(sampling: Any, reasons: Mapping[str, str]) -> None:
         reasons: Parameters to check: the name of each, and why it can have only its default.
 
     Raises:
-        RequestError: One of these parameters has another value.
+        RequestError: A parameter in `reasons` does not have its default.
     """
     for name, reason in reasons.items():
         value, only = getattr(sampling, name), getattr(type(sampling), name)

@@ -67,8 +67,8 @@ FRAMEPACK = FamilySpec(
     image_pipeline="HunyuanVideoFramepackPipeline",
     last_image_arguments=two_images,
     encode_components=TWO_TEXT_ENCODERS,
-    # The pipeline encodes the first image (call 0), then the last image, whose result is
-    # unused.
+    # The pipeline calls `encode_image` for the first image (call 0), and then for the last image
+    # (call 1). The denoising loop uses only the result of call 0.
     record_uses={"encode_image": 0},
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(1 + _CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 
-#: Regular expression for classes of guiders. With these guiders, clips of modular pipelines have
-#: been proven equal to diffusers'. Packets contain the state of the guiders, such as the momentum
-#: of `AdaptiveProjectedGuidance`.
+#: Regular expression for the guider classes that svdpp supports. With these guiders, clips of
+#: modular pipelines have been shown to be bitwise equal to diffusers' own clips. The packets
+#: between ranks contain the state of the guider, such as the momentum of
+#: `AdaptiveProjectedGuidance`.
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
-#: `GUIDER_CLASSES` and the guider that skips layers. Only for denoisers whose layers diffusers can
-#: skip, such as Wan's.
+#: `GUIDER_CLASSES`, and also the guider that skips layers. It can be used only with denoisers whose
+#: layers diffusers can skip, such as Wan's.
 GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
 
 #: Supported values of each key of `skip_layer_config`, except `indices`. The first value is the
@@ -36,8 +37,7 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
             is not checked, because diffusers creates a default guider for it.
 
     Raises:
-        ModelError: A guider has no class or is disabled, or diffusers cannot run it with its
-            config.
+        ModelError: A guider has no class or is disabled, or svdpp does not support its config.
     """
     for name in names:
         if name in configs.classes:
@@ -53,7 +53,8 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
 def _check_guider(configs: CheckpointConfigs, name: str) -> None:
     guider = configs.of(name, enabled=True)
     guider.require("enabled", True, "because the guidance scale would have no effect")
-    # With this key, guidance is off at a scale of 0. svdpp assumes that it is off at 1.
+    # With this key, diffusers turns guidance off at a scale of 0. svdpp assumes that guidance is
+    # off at a scale of 1, as it is without the key.
     guider.refuse("use_original_formulation", "gives the guidance scale another meaning")
     if configs.classes[name] != "SkipLayerGuidance":
         return
@@ -87,8 +88,8 @@ def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> Non
     for key, supported in _SKIPPED_LAYERS.items():
         if values.get(key, supported[0]) not in supported:
             raise guider.error(
-                f"skip_layer_config has another value of {key} than {supported[-1]}: svdpp runs "
-                "only clips that skip whole layers of the denoiser",
+                f"{key} in skip_layer_config must be {supported[-1]}: svdpp supports only guiders "
+                "that skip whole layers of the denoiser",
                 "remove the key from skip_layer_config",
                 details={"key": f"skip_layer_config.{key}", "supported": list(supported)},
             )

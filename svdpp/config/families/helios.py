@@ -24,8 +24,8 @@ _TEMPORAL = 4
 # Number of stages in which the pyramid pipelines make a chunk. Each stage doubles the height and
 # width of the stage before it.
 _STAGES = 3
-# Number of frames of a video that fill the pipeline's history of 19 latent frames, rounded up to
-# whole chunks.
+# Number of frames of an input video that fill the pipeline's history, which has 19 latent frames.
+# The number is rounded up to whole chunks.
 _HISTORY_FRAMES = 3 * _CHUNK
 # Parameters of families that continue a video. The pipeline encodes whole chunks of the video, so
 # the video must have at least one chunk.
@@ -102,12 +102,12 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
     @property
     def num_stages(self) -> int:
-        """Total number of stages: each chunk has `_STAGES` stages."""
+        """Number of stages of all chunks together: each chunk has `_STAGES` stages."""
         return _STAGES * self.chunks
 
     @property
     def steps_unit(self) -> int:
-        """Total number of stages. The steps are divided equally among the stages."""
+        """Number of stages of all chunks, among which the steps are divided equally."""
         return self.num_stages
 
     @property
@@ -157,16 +157,19 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks; those of the first chunk count twice.
+        """Number of stages of all chunks; the stages of the first chunk count twice.
 
-        Each stage of the first chunk has twice as many steps as another stage.
+        A stage of the first chunk has twice as many steps as a stage of any other chunk.
         """
         return self.num_stages + _STAGES
 
     def place_of(self, step: int) -> StepPlace:
         """Return the stage to which a step belongs, and whether the step is the stage's last.
 
-        Stages of the first chunk have twice as many steps as all other stages.
+        A stage of the first chunk has twice as many steps as a stage of any other chunk.
+
+        Args:
+            step: Index of the step in the clip, from 0.
         """
         first_chunk = 2 * _STAGES * self.steps_per_stage
         if step >= first_chunk:
@@ -197,19 +200,19 @@ class StepPlace(NamedTuple):
     """Place of a denoising step in its chunk."""
 
     stage: int
-    """Index of the step's stage in the chunk."""
+    """Index of the step's stage in the chunk, from 0."""
     ends_stage: bool
     """Whether the step is the last step of its stage."""
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the pipeline: the steps of one chunk, and the frames of all chunks."""
+    """Return the pipeline's arguments: steps of one chunk, and frames of all chunks together."""
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the pipeline: the steps of each stage, and the frames of all chunks."""
+    """Return the pipeline's arguments: steps of each stage, and frames of all chunks together."""
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
 
@@ -236,7 +239,10 @@ def _check_distilled(checkpoint: object, sampling: Any) -> None:
 
 
 def _latent_divisor(sampling: Any, step: int) -> int:
-    """Return the number by which the latent's height and width are divided after `step` steps."""
+    """Return how many times smaller than in the last stage the latent's sides are.
+
+    `step` is the number of finished steps. The result is 4, 2 or 1: each stage doubles the sides.
+    """
     stage = sampling.place_of(step - 1).stage if step else 0
     return int(2 ** (_STAGES - 1 - stage))
 
@@ -244,8 +250,8 @@ def _latent_divisor(sampling: Any, step: int) -> int:
 def _distilled_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
     """Return the dtype of the latent after a number of steps.
 
-    A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. All
-    other steps return the dtype with which their stage began.
+    A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. Any
+    other step returns the dtype that the latent had at the start of its stage.
     """
     if not step:
         return "fp32"
@@ -288,8 +294,8 @@ HELIOS = FamilySpec(
     schedulers=("HeliosScheduler",),
     fp32_components=frozenset({"vae"}),
     loras=False,
-    # The denoiser is called twice in a step, and the guider reads both results only after the
-    # second call.
+    # The denoiser is called twice in a step, once for each branch of the guidance, and the guider
+    # reads the results only after the second call. So two ranks can each do one of the calls.
     branches="calls",
     latent_frames=lambda *_: _LATENT_FRAMES,
     frame_limits=(_CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
@@ -332,7 +338,7 @@ HELIOS_DISTILLED = replace(
 
 
 def _from_video(spec: FamilySpec, sampling: type[Any], title: str) -> FamilySpec:
-    """Return the spec of clips that continue a video, for the pipeline of another spec."""
+    """Return a copy of `spec` for clips that continue a video, with the same pipeline class."""
     pipeline = spec.image_pipeline
     assert pipeline is not None
     return replace(

@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the allowed sizes of clips from an image; `max_sequence_length` has no effect."""
+    """Return the sizes of clips from an image, and that `max_sequence_length` has no effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -64,8 +64,8 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     """Return whether clips need, may have or must not have an input image.
 
-    The modular pipeline makes clips from text and from images. Published weights are for one of the
-    two: only weights for images come with an image encoder.
+    The modular pipeline can make clips from text and from images. But each published checkpoint is
+    trained for only one of the two. Only checkpoints for images have an image encoder.
     """
     check_guiders(configs, "guider")
     if configs.index.values["_class_name"] == _IMAGE_PIPELINE:
@@ -99,7 +99,8 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Other guiders keep a momentum between steps. Only packets of modular pipelines contain it.
+    # Other guiders keep a momentum between steps. Packets between ranks contain this momentum only
+    # for modular pipelines, and this pipeline is not modular.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",

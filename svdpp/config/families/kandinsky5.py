@@ -57,7 +57,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the latent's number of channels, with those for an image and a mask if it has them."""
+    """Return the latent's number of channels; some checkpoints add an image and a mask to it."""
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
 

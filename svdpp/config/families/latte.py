@@ -23,7 +23,7 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the model's only number of frames; `max_sequence_length` has no effect."""
+    """Return the only possible number of frames, and that `max_sequence_length` has no effect."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

@@ -1,4 +1,4 @@
-"""Sampling parameters and specs of LTX-2: video with sound, also from references (in context)."""
+"""Sampling parameters and specs of LTX-2, which makes video with sound, also from references."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2ReferenceSampling(Ltx2BaseSampling):
-    """Sampling parameters of diffusers' `LTX2InContextPipeline`, also those of its reference."""
+    """Sampling parameters of `LTX2InContextPipeline`, including those for the reference."""
 
     own: ClassVar[Mapping[str, Param]] = {
         **Ltx2BaseSampling.own,
@@ -112,7 +112,7 @@ class Ltx2ReferenceSampling(Ltx2BaseSampling):
 
     @property
     def reference_frames(self) -> int:
-        """Number of frames of the reference."""
+        """Number of frames of the reference, which is a video as long as the clip."""
         return self.num_frames
 
 
@@ -165,7 +165,8 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
     def step_axes(self) -> str:
         """Axes of the latent after a step.
 
-        For clips from an image, the pipeline unpacks the positions (N) to frames, height and width.
+        For clips from an image, the steps return a latent whose positions (axis N) are unpacked to
+        frames, height and width.
         """
         return "BCFHW" if self.from_image else self.latent_axes
 
@@ -198,7 +199,9 @@ class ReferenceCondition:
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if check_vae(configs):
-        raise configs.of("vae").error("a decode that draws noise is not supported")
+        raise configs.of("vae").error(
+            "timestep_conditioning is true, but svdpp does not support decodes that draw noise"
+        )
     return {}
 
 
@@ -318,8 +321,8 @@ LTX2_IN_CONTEXT = replace(
     text_pipeline=None,
     image_pipeline="LTX2InContextPipeline",
     text_and_image=False,
-    # Every rank computes this mask, because it is too large to send: it has a number for each pair
-    # of positions of clip and reference.
+    # Every rank computes this mask itself, because the mask is too large to send: it has a number
+    # for every two positions of the clip and the reference.
     record_uses={**LTX2.record_uses, "_build_video_self_attention_mask": "recomputed"},
     image_arguments=_reference,
     last_image_arguments=None,
@@ -383,7 +386,7 @@ LTX2_MODULAR = replace(
     initial_latent_source=None,
     num_results_equal_latents=0,
     branches="replay",
-    # In clips from an image, the steps leave out the first frame, which is the image.
+    # In clips from an image, the steps get a latent without the first frame, which is the image.
     latent_frames=lambda _, sampling, frames: frames - sampling.from_image,
     check_sampling=_check_modular,
     call_arguments=_image_arguments,

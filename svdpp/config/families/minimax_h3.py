@@ -52,7 +52,10 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the latent's number of channels: all values of one patch of the VAE's latent."""
+    """Return the latent's number of channels: the number of values in a patch of the VAE's latent.
+
+    The pipeline packs each patch into one position of the latent.
+    """
     return int(pipe.vae_latent_channels * math.prod(pipe.patch_size))
 
 
@@ -86,11 +89,12 @@ MINIMAX_H3 = FamilySpec(
     loras=False,
     latent_channels=_latent_channels,
     latent_frames=_latent_frames,
-    # The pipeline makes clips of 5 to 15 seconds. These are the smallest and largest numbers of
-    # frames that are possible within these limits.
+    # The pipeline makes clips of 5 to 15 seconds: 124 frames are the fewest that it allows, and 345
+    # the most.
     frame_limits=(124, 345, "which are 5 to 15 seconds"),
     check_sampling=_check_sampling,
-    # The pipeline runs one step fewer than `num_inference_steps`: its last noise level is 0.
+    # The pipeline's `num_inference_steps` counts noise levels. The last level is 0 and has no step,
+    # so the argument is one more than the number of steps.
     call_arguments=lambda sampling: {"num_inference_steps": sampling.num_inference_steps + 1},
     audio_rate=lambda pipe: int(pipe.audio_sampling_rate),
     modular=_MODULAR,

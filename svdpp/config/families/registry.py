@@ -84,15 +84,15 @@ else:  # pydantic parses a message into the class whose `family` matches
     SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
 
 
-#: Names of the families whose pipelines take a last image. A checkpoint of these families may still
-#: refuse a last image.
+#: Names of the families whose pipelines take a last image. Some checkpoints of these families still
+#: take none.
 LAST_IMAGE_FAMILIES = tuple(
     name for name, spec in FAMILY_SPECS.items() if spec.last_image_arguments is not None
 )
 
 
 def check_takes_last_image(family: str) -> None:
-    """Check that a family's pipeline takes a last image, at which the clip ends.
+    """Check that a family's pipeline takes a last image, which is the clip's last frame.
 
     Raises:
         RequestError: The pipeline takes no last image; the hint names the families that take one.
@@ -136,7 +136,8 @@ def check_references(family: str, count: int) -> None:
     )
 
 
-#: Sampling parameters with an option of their own on the command line, by field name.
+#: Sampling parameters with their own command-line option, such as `--steps`, by field name. Users
+#: set all other parameters by `--param`.
 OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 
 

@@ -35,10 +35,11 @@ SANA_VIDEO = FamilySpec(
     image_pipeline="SanaImageToVideoPipeline",
     text_and_image=True,
     schedulers=("DPMSolverMultistepScheduler", "FlowMatchEulerDiscreteScheduler"),
-    # Checkpoints with LTX-2's VAE (for 720p) are refused: they need other numbers of frames.
+    # Checkpoints for 720p are refused: they have LTX-2's VAE, which needs other numbers of frames.
     component_classes={"text_encoder": "Gemma2Model", "vae": "AutoencoderKLWan"},
     fp32_components=frozenset({"vae"}),
-    # In a clip from an image, no step changes the first frame of the latent.
+    # In a clip from an image, the pipeline writes the image into the first frame of the latent. No
+    # step changes this frame, so later steps can read it from the current latent.
     initial_latent_source="latents",
     num_results_equal_latents=1,
     latent_dtype="stepped from text",
@@ -47,8 +48,8 @@ SANA_VIDEO = FamilySpec(
         {"hidden_states", "encoder_hidden_states", "encoder_attention_mask", "timestep"}
     ),
     renamed_arguments={"frames": "num_frames"},
-    # With resolution binning, the pipeline would replace the clip's height and width by those of
-    # the nearest bin, and the latent would have another shape.
+    # With resolution binning, the pipeline would round the clip's height and width to the nearest
+    # of some fixed sizes, and the latent would not have the expected shape.
     call_arguments=lambda _: {"use_resolution_binning": False},
     decodes_in_tiles=True,
 )

@@ -62,15 +62,16 @@ class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
 class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingVideoToVideoPipeline`.
 
-    The clip begins with `video_frames` frames of the video. The frames that the pipeline generates
-    follow them, and begin with the same frames of the video once more, encoded and decoded.
+    The clip begins with `video_frames` frames of the video. After them come the frames that the
+    pipeline generates. Their first `video_frames` frames repeat the video, encoded and decoded.
     """
 
     # `video_frames` and the number of generated frames are each a multiple of 4 plus 1, so the
     # clip's number of frames is a multiple of 4 plus 2.
     frames_remainder: ClassVar[int] = 2
     from_video: ClassVar[bool] = True
-    # At least one latent frame (4 frames) of the denoising loop must be new.
+    # The frames of the video are a part of the denoising loop. At least one latent frame (4 frames)
+    # of the loop must be new.
     own: ClassVar[Mapping[str, Param]] = {
         "video_frames": replace(VIDEO_FRAMES, highest=_LOOP_FRAMES - 4)
     }
@@ -148,13 +149,15 @@ SKYREELS_V2_FORCING = replace(
     # The pipeline gives each latent frame its own timestep. `FlowMatchEulerDiscreteScheduler`
     # cannot be used, because its `step` takes only one timestep.
     schedulers=("UniPCMultistepScheduler",),
-    # The pipeline writes the image's latents into the first frames, which no step changes.
+    # The pipeline writes the image's latents into the first frames. No step changes these frames,
+    # so later steps can read them from the current latent.
     record_uses={"prepare_latents": "first step"},
     initial_latent_source="latents",
-    # The pipeline appends the last image's latents to those that `prepare_latents` returns.
+    # The pipeline appends the last image's latents to the latents that `prepare_latents` returns.
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     first_frames=lambda sampling: -int(sampling.has_last_image),
-    # The pipeline has many schedulers (one for each latent frame); a number above theirs means all.
+    # The pipeline has one scheduler for each latent frame. This number is larger than their number
+    # can be, so it covers all of them.
     num_results_equal_latents=1_000,
     frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )
@@ -172,7 +175,8 @@ SKYREELS_V2_FROM_VIDEO = replace(
         "SkyReelsV2DiffusionForcingPipeline",
         "SkyReelsV2DiffusionForcingImageToVideoPipeline",
     ),
-    # The decode puts the frames of the video, which call 0 returns, before those that it decodes.
+    # Call 0 of `preprocess_video` returns the frames of the video. The decode puts them before the
+    # frames that it decodes.
     record_uses={**SKYREELS_V2_FORCING.record_uses, "video_processor.preprocess_video": 0},
     latent_frames=lambda _, sampling, frames: (
         frames - sampling.video_frames // sampling.frames_unit

@@ -14,14 +14,15 @@ from svdpp.config.limits import MAX_FRAMES
 from svdpp.config.sampling import CommonSampling
 from svdpp.errors import ModelError
 
-#: Values of fields of `models.checkpoint.Checkpoint`, by name, that a family reads from configs.
+#: Facts that a family reads from a checkpoint's configs: values for fields of
+#: `models.checkpoint.Checkpoint`, by field name.
 CheckpointFacts = dict[str, Any]
 
 #: Components that can take part in encoding an image. Most checkpoints have only some of them.
 IMAGE_ENCODERS = ("vae", "image_encoder", "image_processor", "feature_extractor")
-#: `FamilySpec.encode_components` of the families with two text encoders.
+#: Value of `FamilySpec.encode_components` for families with two text encoders.
 TWO_TEXT_ENCODERS = ("tokenizer", "text_encoder", "tokenizer_2", "text_encoder_2")
-#: `FamilySpec.schedulers` of Wan and SkyReels-V2.
+#: Value of `FamilySpec.schedulers` for Wan and SkyReels-V2.
 FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
@@ -47,16 +48,16 @@ class ConfigFile(Protocol):
         """Return the integer at `key`, from 1 to `largest`."""
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check that the value at `key` equals `expected`; `reason` is for the error.
+        """Check that the value at `key` equals `expected`.
 
         Args:
             key: Key of the config.
             expected: Value that the key must have.
-            reason: Reason why svdpp needs this value, for the error.
+            reason: Reason why svdpp needs this value, for the error message.
         """
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that `key` is missing, null, false or empty; `reason` is for the error."""
+        """Check that `key` is missing, null, false or empty; the error message gives `reason`."""
 
 
 class CheckpointConfigs(Protocol):
@@ -71,7 +72,7 @@ class CheckpointConfigs(Protocol):
         """Name of each component's class, by the name of the component."""
 
     def of(self, part: str, **defaults: Any) -> ConfigFile:
-        """Return the config of the component `part`; `defaults` are for keys that it lacks."""
+        """Return the config of the component `part`; missing keys get values from `defaults`."""
 
 
 class CheckedCheckpoint(Protocol):
@@ -91,7 +92,7 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
-        """Limits of the size of clips from an image, as in `Checkpoint.image_sizes`."""
+        """Limits of the size of clips from an image, as in `Checkpoint.image_sizes`; None: any."""
 
     @property
     def vae_tile_side(self) -> int | None:
@@ -112,20 +113,24 @@ def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class ModularSpec:
-    """Facts that svdpp needs to run a modular pipeline: a tree of blocks that share a state."""
+    """Facts that svdpp needs to run a modular pipeline.
+
+    A modular pipeline of diffusers is a tree of blocks, which run in order and share a state.
+    """
 
     blocks: tuple[str, ...]
-    """Class names of the trees of blocks that svdpp has been tested with; one of them is the
-    pipeline's default."""
+    """Class names of the trees of blocks with which svdpp's tests run this family. Checkpoints that
+    name another class are refused."""
     videos: str = "videos"
-    """Name of the decoded video in the final state."""
+    """Name of the decoded video in the state after the last block."""
     has_batch: bool = True
     """Whether the decoded video and sound are batches of one; otherwise they have no batch axis."""
     audio: str | None = None
-    """Name of the decoded sound in the final state; None: the pipeline makes no sound."""
+    """Name of the decoded sound in the state after the last block; None: the pipeline makes no
+    sound."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
-    """Name of the sampling parameter that sets the guidance scale of a guider, by the guider's
-    name. If the parameter is None, the guider gets `guidance_scale`."""
+    """Guiders of the pipeline. A key is a guider's name. Its value is the name of the sampling
+    parameter that sets the guider's scale; if that parameter is None, `guidance_scale` does."""
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
     """Function that gets the sampling parameters and returns further arguments for the guiders'
     classes, such as `{"guider": {"stg_scale": 1.0}}`."""
@@ -133,7 +138,7 @@ class ModularSpec:
     """Name of the class in the pipeline's package that holds a reference; None: the image itself is
     the argument."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
-    """Function that returns the number by which the latent's height and width are smaller than in
+    """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""
 
 
@@ -153,8 +158,8 @@ class FamilySpec:
     license: str
     """Name of the license of the example's weights."""
     denoiser: str
-    """Name of the denoisers' class. Checkpoints with another class are refused, because it may keep
-    state between steps, which packets would not contain."""
+    """Name of the denoisers' class. Checkpoints with another class are refused: a class that is
+    unknown to svdpp may keep state between steps, and packets between ranks would lack it."""
     text_pipeline: str | None = None
     """Name of the pipeline class for clips from text alone; None: there is none."""
     image_pipeline: str | None = None
@@ -178,8 +183,9 @@ class FamilySpec:
     max_references: int = 0
     """Largest number of references of a clip, besides its input image."""
     aliases: tuple[str, ...] = ()
-    """Names of further pipeline classes whose checkpoints this family also runs. If such a class
-    belongs to another family, the user has to name this family."""
+    """Names of further pipeline classes whose checkpoints this family can run. If a class is also
+    the pipeline of another family, that family is the default, and users choose this one by
+    `family`."""
     text_aliases: tuple[str, ...] = ()
     """Names of the classes in `aliases` whose checkpoints make clips from text; checkpoints of the
     other classes in `aliases` need an image."""
@@ -193,9 +199,9 @@ class FamilySpec:
     cuts_prompts: bool = True
     """Whether the pipeline cuts prompts at `max_sequence_length` tokens."""
     schedulers: tuple[str, ...] = ("FlowMatchEulerDiscreteScheduler",)
-    """Names of the scheduler classes with which svdpp's clips have been proven equal to diffusers'.
-    Empty: the family's pipelines are modular and have no scheduler, so each iteration of their
-    denoising loop is a step."""
+    """Names of the supported scheduler classes: with these, svdpp's clips have been shown to be
+    bitwise equal to diffusers'. Empty: the family's pipelines are modular and have no scheduler, so
+    each iteration of their denoising loop is a step."""
     steps_use_generator: bool = False
     """Whether the pipeline passes the clip's generator to `scheduler.step`. If so, schedulers that
     draw noise in every step (`stochastic_sampling`) are allowed."""
@@ -219,34 +225,36 @@ class FamilySpec:
     loras: bool = True
     """Whether the pipeline in diffusers can load LoRAs."""
     loras_as_wan: bool = False
-    """Whether diffusers loads LoRAs with the code for Wan, which ignores tensors that do not
-    fit."""
+    """Whether diffusers loads LoRAs with its code for Wan, which silently ignores tensors for
+    layers that the denoiser lacks."""
     gguf: bool = False
     """Whether diffusers can load the denoiser from a GGUF file."""
     record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
         default_factory=dict
     )
-    """Rule for the recorded results of a pipeline method, by the method's name; see
-    `models.engine.records`. `unused`: no step and no decode uses the results, so their tensors are
-    not sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded, and
-    every rank calls the method itself, because its result is large but cheap. A number n: of
-    several calls of the method, only the result of call n (from 0) is used. All other methods: all
-    steps and the decode use the results."""
+    """Rules for results of pipeline methods, by the method's name. The rank that encodes a clip
+    records the results, and packets carry them to later ranks, which replay them
+    (`models.engine.records`). `unused`: no step and no decode uses the results, so their tensors
+    are not sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded,
+    and every rank calls the method itself, because its result is large but cheap. A number n: of
+    several calls of the method, only the result of call n (from 0) is used. A method without a
+    rule: all steps and the decode use the results."""
     initial_latent_source: str | None = None
-    """Name of the tensor that later steps use as the result of `prepare_latents`. `latents`: the
-    current latent; this is correct if later steps use only parts of the result that no step
-    changes. Another name: a copy of the initial latent, which packets contain under this name.
-    None: only the first step uses the result."""
+    """Name of the tensor in a packet that later ranks use as the result of `prepare_latents`.
+    `latents`: the current latent; this is correct if steps after the first read only parts of the
+    result that no step changes. Another name: a copy of the initial latent, which packets contain
+    under this name. None: only the first step uses the result."""
     num_results_equal_latents: int = 0
     """Number of schedulers whose step results equal the latent, so that packets need not contain
     them. These are the pipeline's first schedulers, in the order of their first `step`."""
     branches: Literal["calls", "batch", "replay"] | None = None
-    """How a step with classifier-free guidance evaluates its two branches, for two ranks that share
-    the step. `calls`: the denoiser is called once for each branch, and the results are used only
-    after both calls. `batch`: one call with a batch of two; halves of the batch on two ranks may be
-    rounded differently. `replay`, for modular pipelines: the calls of one block of the denoising
-    loop do not depend on each other's results, so that two ranks can divide any number of them.
-    None: no case applies, so that two ranks cannot share a step."""
+    """How two ranks can share a step with classifier-free guidance, which evaluates the denoiser
+    for two branches. `calls`: each branch is a call of the denoiser, and no result is used before
+    both calls are done, so each rank does one call. `batch`: both branches are one call with a
+    batch of two, so each rank does half of the batch; the halves may be rounded differently than
+    the whole batch. `replay`, for modular pipelines: the denoiser calls of a block in the denoising
+    loop do not depend on each other's results, so the ranks can divide any number of calls. None:
+    two ranks cannot share a step."""
     batched_arguments: frozenset[str] = frozenset({"hidden_states", "encoder_hidden_states"})
     """Names of the denoiser's arguments whose first axis is the batch of the two guidance
     branches."""
@@ -262,8 +270,9 @@ class FamilySpec:
     the clip."""
     first_frames: Callable[[Any], int] = lambda _: 0
     """Function that gets the sampling parameters and returns how many more frames the latent has
-    before the first step than after a step. These frames are images, which no step changes. -1: the
-    latent has one frame fewer, because the pipeline appends an image after the encode."""
+    before the first step than after it. The additional frames are images, which no step changes.
+    -1: the latent first has one frame fewer, because the pipeline appends an image after the
+    encode."""
     appended_positions: Callable[[Any, Any], int] = lambda *_: 0
     """Function that returns the number of positions (axis N) that a latent has in addition to those
     of its frames, such as the positions of a reference. Its arguments are the loaded pipeline and
@@ -273,9 +282,9 @@ class FamilySpec:
         | Callable[[Any, int], Literal["fp32", "model"]]
     ) = "fp32"
     """dtype of the latent. `fp32`: float32. `model`: the denoiser's dtype. `stepped`: float32
-    before the first step; after it the denoiser's dtype, if the scheduler is
-    `FlowMatchEulerDiscreteScheduler`. `stepped from text`: as `stepped` for clips from text, and
-    float32 for clips from an image. A function returns one of the first two. Its arguments are the
+    before the first step, and after it the denoiser's dtype if the scheduler is
+    `FlowMatchEulerDiscreteScheduler`, else float32. `stepped from text`: as `stepped` for clips
+    from text, and float32 for clips from an image. A function returns `fp32` or `model`, given the
     sampling parameters and the number of finished steps."""
     audio_rate: Callable[[Any], int] = lambda pipe: int(pipe.vocoder.config.output_sampling_rate)
     """Function that returns the samples per second of the sound, given a loaded pipeline that makes
@@ -284,21 +293,23 @@ class FamilySpec:
     """Whether the pipeline's `decode_latents` decodes independent chunks of `decode_chunk_size`
     frames."""
     decodes_in_tiles: bool = False
-    """Whether the decode is one call of the VAE. With `vae_tiling`, several ranks can then decode
-    different tiles of a clip."""
+    """Whether the decode is a single call of the VAE. If so, and with `vae_tiling`, several ranks
+    can each decode some tiles of a clip."""
     memory_options: bool = False
     """Whether the options `memory_opt` and `channels_last` of `ModelConfig` can be used."""
     frame_limits: tuple[int, int, str] = (1, MAX_FRAMES, "the limits of svdpp")
-    """Smallest and largest number of frames of a clip, and the reason, for the error message."""
+    """Smallest and largest number of frames of a clip, and the reason for these limits, which the
+    error message names."""
     checkpoint_facts: Callable[[CheckpointConfigs], CheckpointFacts] = lambda _: {}
-    """Function that reads fields of `Checkpoint` from a checkpoint's configs. It raises
-    `ModelError` for configs that this spec does not describe."""
+    """Function that returns values for fields of `Checkpoint`, which it reads from a checkpoint's
+    configs. It raises `ModelError` for configs that svdpp does not support in this family."""
     check_sampling: Callable[[CheckedCheckpoint, Any], None] = lambda *_: None
     """Function that raises `RequestError` if diffusers cannot run a checkpoint (first argument)
     with the given sampling parameters (second argument)."""
     renamed_arguments: Mapping[str, str] = field(default_factory=dict)
-    """Names of sampling parameters that the pipeline's `__call__` takes under another name, by that
-    name, such as `{"frame_rate": "fps"}`."""
+    """Arguments of the pipeline's `__call__` whose names differ from the sampling parameters', each
+    with the parameter that sets it. `{"frame_rate": "fps"}`: the argument `frame_rate` gets
+    `fps`."""
     call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Function that returns further arguments of the pipeline's `__call__`, given the sampling
     parameters. They replace arguments of the same name."""
@@ -322,9 +333,10 @@ class FamilySpec:
 
     @property
     def pairs_are_exact(self) -> bool:
-        """Whether two ranks that share a step give the bits of one rank.
+        """Whether two ranks that share a step get the same bits as one rank.
 
-        They do if they divide the calls of the denoiser, but not the batch of a call.
+        They do if they divide whole calls of the denoiser. If they divide the batch of one call,
+        the results may be rounded differently.
         """
         return self.branches in ("calls", "replay")
 

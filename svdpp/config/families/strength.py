@@ -16,8 +16,8 @@ STRENGTH = Param(
 def all_steps(sampling: Any) -> dict[str, int]:
     """Return `num_inference_steps` for a pipeline's call, so that it runs all steps of a clip.
 
-    The pipeline runs only the last steps of the schedule, in proportion to `strength`. So the
-    argument is larger than the clip's number of steps.
+    The pipeline runs only the fraction `strength` of the steps that it is given. So the argument is
+    larger than the number of steps that the clip needs, unless `strength` is 1.
 
     Args:
         sampling: Resolved sampling parameters, with the field `strength`.

@@ -33,8 +33,8 @@ class SvdSampling(CommonSampling):
         super().__post_init__()
         low, high = self.min_guidance_scale, self.max_guidance_scale
         # diffusers decides twice whether guidance is on: in the encode by `max_guidance_scale > 1`,
-        # and in the loop by the larger of both scales. If the two decisions differ, the pipeline
-        # fails with a shape error.
+        # and in the denoising loop by whether the larger of both scales is above 1. If the two
+        # decisions differ, the pipeline fails with a shape error.
         require(
             high > 1 or low <= 1,
             f"`min_guidance_scale` {low} is above 1 but `max_guidance_scale` {high} is not: "

@@ -175,9 +175,9 @@ class Wan22VaceControlModularSampling(WanControlSampling):
 
 
 _TWO_IMAGES = "is set only for models with a first and a last image"
-#: Family for models with one expert, by the class of the denoiser.
+#: Name of the family for models with one denoiser instead of two experts, by the denoiser's class.
 _ONE_EXPERT = {"WanTransformer3DModel": "wan_modular", "WanVACETransformer3DModel": "wan_vace"}
-#: Largest side of a patch of the denoiser, in positions of the latent.
+#: Largest side of a patch that the denoiser may have, in positions of the latent.
 _MAX_PATCH = 64
 #: Value of `boundary_ratio` that diffusers' modular pipelines use if the index has none.
 _MODULAR_BOUNDARY = 0.875
@@ -190,7 +190,10 @@ def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips need or must not have a last image; empty if no image is embedded."""
+    """Return whether clips must have or must not have a last image.
+
+    The result is empty if the denoiser embeds no image: the family's default rule then applies.
+    """
     if configs.index.values.get("expand_timesteps"):
         reason = "diffusers ignores it for a model with expand_timesteps, such as Wan 2.2 5B"
         return {"last_image_use": "refused", "last_image_reason": reason}
@@ -214,7 +217,10 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
-    """Return the numbers of pixels of whole patches, for the height and the width of a frame."""
+    """Return the height and the width of a denoiser's patch in pixels.
+
+    The height and the width of a clip must be multiples of these numbers.
+    """
     vae = configs.of("vae", scale_factor_spatial=8)
     unit = vae.positive_int("scale_factor_spatial", 64)
     transformer = configs.of("transformer", patch_size=[1, 2, 2])
@@ -252,8 +258,8 @@ def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     index = configs.index
     if index.values.get("boundary_ratio") is not None:
         raise index.error(
-            "boundary_ratio is set, so that the model has two experts",
-            "`family` wan22_modular",
+            "boundary_ratio is set, so the model has two experts; this family has one denoiser",
+            "use `family` wan22_modular",
             details={"boundary_ratio": shown(index.values["boundary_ratio"])},
         )
     found = _common_modular_facts(configs, "guider")
@@ -265,7 +271,8 @@ def _modular_facts_of_two_experts(configs: CheckpointConfigs) -> CheckpointFacts
     if "transformer_2" not in configs.classes:
         raise index.error(
             "the expert transformer_2 is missing",
-            f"for a model with one expert: `family` {_ONE_EXPERT[configs.classes['transformer']]}",
+            "for a model with one denoiser, use `family` "
+            f"{_ONE_EXPERT[configs.classes['transformer']]}",
             details={"component": "transformer_2"},
         )
     ratio = index.values.get("boundary_ratio", _MODULAR_BOUNDARY)
@@ -289,7 +296,9 @@ def _common_modular_facts(configs: CheckpointConfigs, *guiders: str) -> Checkpoi
 def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
     found = _facts_of_one_image(configs)
     if "image_use" in found or found["boundary_ratio"] is not None:
-        raise configs.index.error("only Wan 2.1 for text makes clips from a video")
+        raise configs.index.error(
+            "only Wan 2.1 checkpoints for clips from text can make clips from a video"
+        )
     return found
 
 
@@ -441,7 +450,7 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        # Each step encodes the face video. The pipeline preprocesses this video in call 1.
+        # Of the results of this method, the steps use only that of call 1 (from 0): the face video.
         "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
