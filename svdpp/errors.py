@@ -256,7 +256,8 @@ class ServerError(SvdppError, RuntimeError):
 class Interrupted(BaseException):
     """Exception for a signal that ended the run.
 
-    The class does not inherit from `Exception`, because libraries catch every `Exception`.
+    The class does not inherit from `Exception`. Otherwise a library that catches every `Exception`
+    could keep the run going.
     """
 
     def __init__(self, signal_number: int) -> None:
@@ -455,7 +456,7 @@ def redact_tokens(text: str) -> str:
 
 
 def redact_all(value: Any, how: Callable[[str], str] | None = None) -> Any:
-    """Return a copy of a JSON value with all its strings redacted; keys of dicts stay.
+    """Return a copy of a JSON value with all its strings redacted, except keys of dicts.
 
     Args:
         value: JSON value of strings, numbers, lists and dicts.
@@ -486,7 +487,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `printable(text)` with line breaks escaped too, because they could forge a line."""
+    """Return `printable(text)` with line breaks escaped too, so that no line of output is forged."""
     return printable(text).replace("\n", "\\n")
 
 
@@ -526,7 +527,7 @@ def located_path(text: str, folder: str | Path) -> Path:
 
 
 def recorded_name(name: str) -> str:
-    """Return a model's name to write into files: `~/...` for a folder below the user's home."""
+    """Return a model's name in the form for files: `~/...` for a folder below the user's home."""
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)

@@ -26,7 +26,7 @@ COMMANDS: Mapping[str, str] = {
     "verify": "Prove that the pipeline's clips equal those of diffusers, bit for bit.",
     "profile": "Measure the costs that plans are based on.",
     "bench": "Measure a pipeline against data parallel and against diffusers on one device.",
-    "serve": "Serve clips over HTTP, with a queue that survives crashes and a web page.",
+    "serve": "Serve clips over HTTP, with a web page and a queue that survives crashes.",
     "models": "List the families of models, and what one family or checkpoint takes.",
     "report": "Say what limits a finished run, and what would make it faster.",
     "doctor": "Check in half a minute that a run has what it needs.",

@@ -134,7 +134,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Return, for each field that errors name, its option as the user typed it."""
+    """Return the option, as the user typed it, for each field that errors may name."""
     typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}

@@ -75,7 +75,8 @@ class Console:
     Args:
         as_json: Whether stdout gets only JSON.
         quiet: Whether stderr gets only errors.
-        names: Options as the user typed them, by the fields that errors name; None: usual names.
+        names: For each field that errors may name, the option as the user typed it; None: the
+            usual names of the options.
         options: Options of the command, which hints may propose; None: all options.
     """
 

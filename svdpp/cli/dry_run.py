@@ -106,7 +106,7 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     """Forecast when each of the first clips ends, and how long all clips take, in seconds.
 
     `config.costs` are the costs of a clip with the pipeline's sampling parameters. For a clip of
-    another size, they are scaled by the number of its pixels.
+    another size, the costs are scaled by the number of pixels.
     """
     from svdpp.driver.run_plan import BATCH_SIZE
     from svdpp.plan.forecast import simulate_schedule
@@ -122,9 +122,8 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     for span in spans:
         ends[span.clip] = max(ends[span.clip], span.end)
     total = max(ends)
-    if len(first) < len(
-        clips.clips
-    ):  # the other clips are assumed to take as long per step and pixel
+    # The clips that are not simulated are assumed to take as long for each step and pixel.
+    if len(first) < len(clips.clips):
         steps = [
             (clip.sampling or config.sampling).num_inference_steps * each
             for clip, each in zip(clips.clips, pixels, strict=True)

@@ -19,8 +19,8 @@ app = typer.Typer(add_completion=False)
 def env(console: Console) -> None:
     """Show versions, devices, ffmpeg and settings, ready to paste into a report.
 
-    Settings are variables that set the defaults of options. The home folder is shown as ~. Other
-    variables are shown only if they are on a list of harmless names, so no token is shown.
+    Settings are environment variables that set the defaults of options. The home folder is shown as
+    ~. Other variables are shown only if they are on a list of harmless names, so no token is shown.
     """
     from svdpp.diagnostics.machine import environment
 

@@ -92,7 +92,7 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            # the present handlers stay until the process ends, so that they handle a second signal
+            # The new handlers stay until the process ends, so that they handle a second signal.
             previous = {}
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)

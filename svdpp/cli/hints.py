@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# Command lines in hints, such as `svdpp plan --layout auto`, which have options of their own.
+# Command line in a hint, such as `svdpp plan --layout auto`. Its options are not this command's.
 _COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
-# Separators of proposals. The comma before "which" is not one, because the clause belongs to the
-# proposal before it.
+# Separators of proposals. A comma before "which" does not separate two proposals, because the
+# clause that follows belongs to the same proposal.
 _BETWEEN = re.compile(r"(; |, or |, and | or |, (?!which ))")
 # Verb that several proposals can share, as in "use --steps 21 or --gpus 3".
 _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")

@@ -1,7 +1,7 @@
 """Faster commands of Typer, which parse only the options that are given.
 
 Typer 0.29 makes a pydantic model of each option that it parses, even if the option keeps its
-default. In a quick command such as `svdpp plan`, this would take longer than all else.
+default. In a quick command such as `svdpp plan`, this would take longer than all other work.
 """
 
 from __future__ import annotations

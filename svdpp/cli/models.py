@@ -93,7 +93,8 @@ def _verified(spec: FamilySpec) -> dict[str, Any]:
     """Return how a family's clips compare with those of diffusers in the tests.
 
     `tests/models/test_registry.py` compares clips whose steps are cut between ranks (`cuts`), and
-    clips that pairs of ranks make (`pairs`). If a pair divides a batch, its clips are only close.
+    clips that pairs of ranks make (`pairs`). If the ranks of a pair divide a batch, clips are close
+    to those of diffusers, but not bitwise equal.
     """
     pairs = "bitwise" if spec.pairs_are_exact else "close"
     return {
@@ -171,7 +172,7 @@ def _visual(sampling: SamplingConfig) -> str:
 
 
 def _describe_checkpoint(name: str) -> dict[str, Any]:
-    """Return the description of a checkpoint's family, changed to what the checkpoint takes."""
+    """Return the description of a checkpoint: that of its family, with its own inputs and defaults."""
     from svdpp.models.checkpoint import find_checkpoint
 
     try:

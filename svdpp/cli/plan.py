@@ -46,7 +46,8 @@ _DEFAULT_WORLD = 4
 # Device files of NVIDIA's driver, on Linux and under WSL.
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _CLIPS_PER_RANK = 2
-# Clips for each rank in a comparison of layouts: so many that start and end of a run matter little.
+# Number of clips for each rank in a comparison of layouts. With so many clips, the start and the
+# end of a run hardly matter.
 _CLIPS_PER_RANK_TO_COMPARE = 16
 
 

@@ -69,8 +69,8 @@ def profile(console: Console, launched: World | None, options: ProfileOptions) -
 
     The costs are the times of encode, step, decode and transfer, and an estimate of the
     memory of each part. All ranks work at the same time, as in a run. On a CPU the ranks share the
-    cores, so the costs hold for this number of ranks and threads. Other commands read the file with
-    --costs.
+    cores, so the costs hold for this number of ranks and threads. The costs are written to a file,
+    which other commands read with --costs.
     """
     request = options.request(launched=launched)
     config = request.with_one_step_per_rank().resolve()[0]

@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
-    """Options of `svdpp report`: the run to report on, and the peak of its devices."""
+    """Options of `svdpp report`: the run to report on, and the peak TFLOP/s of its devices."""
 
     folder: Annotated[Path, path_argument("FOLDER", "Folder of a run, or a run.json.")]
     peak_tflops: PeakTflops = None

@@ -276,7 +276,7 @@ class RunCommand:
         return LineReader(self.options.line_defaults(self.sampling), read_job_file(path))
 
     def check(self) -> None:
-        """Check that the options fit each other.
+        """Check that the options do not contradict each other.
 
         Raises:
             RequestError: The request cannot succeed.
@@ -483,7 +483,7 @@ class RunCommand:
         raise_failed(failed, len(skipped) + len(made) + len(failed))
 
     def _print_remarks(self, made: list[dict[str, Any]]) -> None:
-        """Print remarks on the exactness of the clips, and a command that verifies a clip."""
+        """Print why clips may differ from diffusers', or a command that verifies an exact clip."""
         console, out = self.console, self.policy.folder
         if any(metadata.get("memory_pressure") for metadata in made):
             console.info(

@@ -302,7 +302,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
 )
 @with_option_groups
 def serve(console: Console, launched: World | None, options: ServeOptions, log: LogOptions) -> None:
-    """Serve clips over HTTP, with a queue that survives crashes and a web page.
+    """Serve clips over HTTP, with a web page and a queue that survives crashes.
 
     After the first SIGTERM or Ctrl-C, the server accepts no more requests and finishes the clips in
     progress; unfinished clips continue at the next start. A second signal ends the server at once.

@@ -97,8 +97,8 @@ def simulate(
     """Rehearse a run with real processes, without weights or GPUs.
 
     Processes and transfers are those of `svdpp run`. The ranks share the cores of this machine, so
-    the measured times hold only for the rehearsal. The forecast below these times simulates the
-    same plan with the mean measured costs.
+    the measured times hold only for the rehearsal. The forecast below these times is a simulation
+    of the same plan with the mean of the measured costs.
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import example_requests

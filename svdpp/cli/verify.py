@@ -140,8 +140,8 @@ def verify(
 ) -> None:
     """Prove that the pipeline's clips equal those of diffusers, bit for bit.
 
-    For images and prompts, the ranks and diffusers' unmodified pipeline in one process each make
-    the clips, and latents and frames are compared. Finished clips are made again and compared with
+    Clips from images or prompts are made twice: by the ranks, and by diffusers' unmodified pipeline
+    in one process. Latents and frames are compared. Finished clips are made again and compared with
     their hashes. The exit code is 3 if anything differs.
     """
     from svdpp.driver.pipeline import Pipeline

@@ -506,7 +506,7 @@ class TraceOptions:
         """Write the trace of a pipeline during the `with` block; complete it even after a failure.
 
         Args:
-            pipeline: Pipeline, whose own block must be inside this one.
+            pipeline: Pipeline whose `with` block is inside this one.
         """
         if self.trace is None:
             yield
