@@ -487,7 +487,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return `printable(text)` with line breaks escaped too, so that no line of output is forged."""
+    """Return `printable(text)` with line breaks escaped too, so that no line can be forged."""
     return printable(text).replace("\n", "\\n")
 
 

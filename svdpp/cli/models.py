@@ -172,7 +172,7 @@ def _visual(sampling: SamplingConfig) -> str:
 
 
 def _describe_checkpoint(name: str) -> dict[str, Any]:
-    """Return the description of a checkpoint: that of its family, with its own inputs and defaults."""
+    """Return the description of a checkpoint: its family, with its own inputs and defaults."""
     from svdpp.models.checkpoint import find_checkpoint
 
     try:
