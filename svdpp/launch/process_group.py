@@ -137,8 +137,8 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
         is_master=True,
         timeout=wait,
         wait_for_workers=False,
-        # A socket of its own would make the store listen on all addresses. The libuv server cannot
-        # take a socket from its caller (torch 2.13), so it is switched off.
+        # The store gets this socket, because its own socket would listen on all addresses. The
+        # libuv server cannot take a socket (torch 2.13), so it is switched off.
         master_listen_fd=listener.detach(),
         use_libuv=False,
     )

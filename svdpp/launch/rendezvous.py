@@ -209,7 +209,7 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        # A TypeError means that the endpoint in the store lacks or has other fields.
+        # A TypeError means that the endpoint in the store has not the fields of `Endpoint`.
         except TypeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",

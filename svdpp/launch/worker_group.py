@@ -407,7 +407,7 @@ def start_ranks(
     end_if_importing_script()
     if getattr(sys.modules["__main__"], "__file__", None) == "<stdin>":
         raise RequestError(
-            f"ranks import your script, which stdin does not allow: {MAIN_GUARD_HINT}"
+            f"ranks cannot import a program that comes from stdin: {MAIN_GUARD_HINT}"
         )
     method = start_method(device)
     is_main_thread = threading.current_thread() is threading.main_thread()

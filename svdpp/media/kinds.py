@@ -1,4 +1,4 @@
-"""Detection of media files by their first bytes, and hints how to convert unsupported files."""
+"""Detection of media files by their first bytes, and hints on how to convert unsupported files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class UnsupportedKind(NamedTuple):
     name: str
     """Name with its article, such as `an AVI video`."""
     hint: str
-    """Hint how to convert the file; `{name}` stands for the file's name."""
+    """Hint on how to convert the file; `{name}` stands for the file's name."""
 
 
 # Signatures of unsupported files: an offset in the file and the bytes there, a second offset and

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, locks of folders, and errors of disks.
+"""Atomic writes of files and folders, locks of folders, and translation of disk errors.
 
 A file is written under a hidden name in the same folder and renamed when it is complete. While a
 process writes a file, it holds a lock on the file. So other runs can distinguish a file in progress

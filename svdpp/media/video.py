@@ -54,7 +54,7 @@ _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # maximum time of an encode, plus one second for each frame
+_WRITE_SECONDS = 60.0  # maximum time of an encode; each frame adds one second
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 _AAC_BLOCK = 1024  # samples in one block of AAC
 
@@ -450,8 +450,8 @@ def _check_audio(path: Path, audio: AudioSamples) -> None:
 
 
 def _frame_ms(format: VideoFormat, fps: float) -> int:
-    # GIF stores durations in 1/100 s. Browsers show a frame with a duration below 2/100 s for
-    # 10/100 s.
+    # GIF stores durations in 1/100 s. Browsers replace durations below 2/100 s by 10/100 s, so
+    # 2/100 s is the shortest one here.
     return max(2, round(100 / fps)) * 10 if format == "gif" else round(1000 / fps)
 
 
