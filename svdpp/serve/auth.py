@@ -181,7 +181,7 @@ def _read_lines(
 
     Raises:
         RequestError: The mode of the file gives access to other users.
-        InputError: The file cannot be read, a line does not match, or no lines are left.
+        InputError: The file cannot be read, a line does not match, or the file has no such lines.
     """
     file = f"{what} {str(path)!r}"
     content = read_small_file(path, what)

@@ -200,7 +200,7 @@ class Batches:
         return file, total, loras
 
     def _is_stored(self, batch: Batch) -> bool:
-        """Whether the queue has stored the batch; True if the queue does not answer."""
+        """Whether the queue may have stored the batch; True if the queue does not answer."""
         try:
             return self.table.get(batch.id) is not None
         except OutputError:

@@ -30,8 +30,8 @@ from svdpp.worker.routes import resolve_clip_config
 
 # Maximum number of results that `Admission` caches.
 _MAX_SHAPES = 256
-# Seconds that a job waits for its large image beyond the expected time to prepare the image. After
-# this time, the job is submitted like any other job.
+# Maximum seconds that a job waits for its large image after the time at which the image should have
+# been prepared. After this wait, the job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 
@@ -165,7 +165,7 @@ class RunningClip:
     """Request for the clip, as it is submitted to the pipeline."""
     metadata: dict[str, Any]
     handle: ClipHandle | None = None
-    """Handle of the clip in the pipeline; None until the pipeline has it."""
+    """Handle of the clip in the pipeline; None until the clip is submitted to the pipeline."""
     progressed_at: float = 0.0
     """Monotonic time at which the clip's progress last changed."""
     is_revoked: bool = False
@@ -184,7 +184,10 @@ class RunningClip:
 
     @property
     def progress(self) -> ClipProgress:
-        """Progress of the clip. The steps before its latent checkpoint count as done."""
+        """Progress of the clip.
+
+        If the clip continues from a latent checkpoint, the steps before the checkpoint are done.
+        """
         if self.handle is not None:
             return self.handle.progress
         return ClipProgress(self.request.done_steps, self.job.sampling.num_inference_steps)

@@ -189,8 +189,8 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # While a revoked clip still runs, this server could claim the clip's job again, and
-            # make the clip twice.
+            # While a clip of a lost claim still runs, this server could claim the same job again,
+            # and make the clip twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 

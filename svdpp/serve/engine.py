@@ -239,7 +239,10 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the id of the job during which a rank died; if unknown, ids of all begun jobs."""
+        """Return the id of the job that a rank worked on when it died.
+
+        If this job is unknown, return the ids of all jobs that ranks have begun.
+        """
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
             None if rank is None else self.dispatcher.job_id_of(self.rank_monitor.clip_of(rank))

@@ -380,7 +380,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log when this machine's clock begins or stops to differ from the database's clock."""
+        """Log start and end of a difference between this machine's clock and the queue's."""
         try:
             self._queue.check_clock()
         except ClockError as error:

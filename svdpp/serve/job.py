@@ -193,7 +193,7 @@ def job_to_row(job: Job) -> dict[str, Any]:
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
-    # servers of earlier versions of svdpp do not know these parameters, and so cannot read the row
+    # earlier versions of svdpp cannot read rows with these parameters, so unset ones are left out
     for name in ("has_last_image", "num_references"):
         if not getattr(job.sampling, name):
             sampling.pop(name, None)
@@ -341,8 +341,8 @@ CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, 
     WHERE state = 'queued';
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
-#: Indexes that each start of a server creates if they are missing. They do not change the version
-#: of the tables, because older servers work without them. An idle server often repeats queries that
+#: Indexes that a server creates at its start if they are missing. They do not change the version of
+#: the tables, because older servers work without them. An idle server often repeats queries that
 #: would scan all rows without these indexes.
 INDEXES: dict[str, str] = {
     "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
@@ -357,7 +357,7 @@ ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
     10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
-    # `batches.state` is a `BatchState`.
+    # Batches. The values of `batches.state` are those of `BatchState`.
     11: """
 ALTER TABLE jobs ADD COLUMN batch_id TEXT;
 ALTER TABLE jobs ADD COLUMN custom_id TEXT;

@@ -229,7 +229,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request's headers to the response's headers, or to now if not sent."""
+        """Seconds from the request's headers to the response's headers, or to now before these."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

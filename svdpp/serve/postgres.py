@@ -120,8 +120,8 @@ class PostgresBackend:
     clock_name = "the database's"
     """End of messages such as "the clock of this machine is 90 s ahead of the database's"."""
     is_there = True
-    """Whether the database exists. True without a check, because a change of a missing database
-    fails anyway. With SQLite, it would succeed."""
+    """Whether the database exists: always True, because changes fail without a database. A SQLite
+    file, in contrast, can be removed while it is open, and changes still succeed."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)

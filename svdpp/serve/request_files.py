@@ -36,7 +36,8 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Results of earlier decoders. The results for these files are added.
+            decoded: Results for images that were decoded before. The results for these files are
+                added.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -76,7 +77,7 @@ class RequestFiles:
             job: New job of the request.
             uploads: Stack to which a callback for each stored file is added. The callback removes
                 the file.
-            decoded: Results of earlier decoders; see `UploadStore.save`.
+            decoded: Results for images that were decoded before; see `UploadStore.save`.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.

@@ -139,7 +139,7 @@ def _decode_text(text: str) -> bytes:
     head, is_url, encoded = text.partition(",")
     if is_url and not (head.startswith("data:") and head.endswith(";base64")):
         raise ValueError("a data URL must be in base64")
-    try:  # white space is removed, because `base64` and MIME break lines at 76 columns
+    try:  # white space is removed, because MIME and the command `base64` break long lines
         return base64.b64decode("".join((encoded if is_url else text).split()), validate=True)
     except binascii.Error as error:
         text = f"it is not base64 ({error}): send a file, as curl -F name=@file does"
@@ -385,7 +385,7 @@ class Capabilities:
             return cls(model=model, **settings)
         weights = ""
         if checkpoint.fingerprint is not None:
-            # Clients must not see the folder's path.
+            # The model is named after the folder, because clients must not see the folder's path.
             model, weights = checkpoint.folder.name, checkpoint.fingerprint
         elif checkpoint.revision is not None:
             weights = ".".join(filter(None, (checkpoint.revision, checkpoint.variant)))

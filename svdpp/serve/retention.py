@@ -180,7 +180,8 @@ def _is_orphan(
     if (id := match["clip"]) is None:
         return match["photo"] not in clips
     if id not in clips:
-        # The only file of a clip is kept, because the queue may have been restored from a backup.
+        # A clip without a row is kept, because the queue may have been restored from a backup. If
+        # the store has the clip, its local copy is not needed.
         return is_copy
     return match["token"] is not None and clips[id] != int(match["token"])
 

@@ -45,7 +45,8 @@ _MAX_IDEMPOTENCY_KEY = 255
 run_in_own_thread = functools.partial(to_thread.run_sync, limiter=CapacityLimiter(256))
 
 
-# The dependencies of routes are coroutines, because FastAPI would run a plain function in a thread.
+# Dependencies of routes are coroutines. FastAPI would run a plain function in a thread, which takes
+# longer than the function itself.
 async def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -492,7 +493,8 @@ async def follow_video(
         status = JobState.CANCELLED
         is_last = False
         while not is_last:
-            # `is_closed` is read before the job, so that the job's last state is sent.
+            # `is_closed` is read before the job. In the other order, the job could change in
+            # between, and the stream would end without the job's last state.
             is_last = service.subscribers.is_closed
             try:
                 job = await run_in_threadpool(service.queue.get, id)

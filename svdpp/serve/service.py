@@ -449,8 +449,8 @@ class Service:
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
-        # If the clip was queued again after a failure of the ranks, `rank` still names a rank that
-        # has ended. The steps of that rank are lost.
+        # If the clip was queued again after a failure of the ranks, `now.rank` still names a rank
+        # that has ended, and the clip's finished steps are lost.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)

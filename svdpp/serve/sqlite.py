@@ -42,7 +42,7 @@ _LOW_PART = 8
 _NAME = "queue.sqlite3"
 # Seconds that a change waits for another program, such as a backup, that locks the file.
 _BUSY_SECONDS = 10.0
-# Seconds that a read waits for another program that locks the file. Reads wait less long than
+# Seconds that a read waits for another program that locks the file. The time is shorter than for
 # changes, because readiness checks wait for reads.
 _READ_BUSY_SECONDS = 2.0
 # Error codes of SQLite after a failure to lock the file.
@@ -135,7 +135,7 @@ class SqliteBackend:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
-        # Inodes of the file and its log; empty until the file is open.
+        # Inodes of the database file and its log; empty until the file is open.
         self._opened_as: list[int] = []
         # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()

@@ -87,7 +87,7 @@ class DecoderBusyError(SvdppError):
 
 
 class DecoderSlots:
-    """Limit on concurrent decoders, with a fair queue over owners. Any thread may call any method.
+    """Limit on concurrent decoders, which treats owners fairly. Any thread may call any method.
 
     The next slot goes to the waiting owner with the fewest running decoders; among equals, to the
     owner whose last slot began longest ago. So an owner with many images does not delay another
@@ -183,8 +183,8 @@ class UploadStore:
             further: Field of a further input file, as in `Job.further_paths`; empty: the file is
                 the image of the job.
             owner: Name of the owner who uploads the image.
-            decoded: Results of earlier decoders. An image with a result is not decoded again; for
-                any other image, the result is added. None: the image is always decoded.
+            decoded: Results for images that were decoded before. If this image is among them, it is
+                not decoded again; otherwise its result is added. None: the image is always decoded.
 
         Returns:
             The stored file, with its SHA-256, width and height.
@@ -220,7 +220,7 @@ class UploadStore:
         owner: str,
         decoded: DecodedImages,
     ) -> None:
-        """Decode an image without storing it; add it to `decoded`. See `save` for the arguments."""
+        """Decode an image without storing it; add the result to `decoded`, as `save` does."""
         upload = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with output_files.disk_errors(self._errors):

@@ -32,7 +32,7 @@ from svdpp.serve.periodic_thread import PeriodicThread
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.schemas import ApiError, Video
 
-#: Maximum number of attempts to send a webhook. The last attempt is 20 hours after the first one.
+#: Maximum number of attempts to send a webhook. The last one is about 20 hours after the first one.
 MAX_ATTEMPTS = 10
 #: Maximum seconds of one attempt, from the DNS lookup to the status of the response.
 ATTEMPT_SECONDS = 10.0
@@ -59,8 +59,8 @@ class Webhooks:
 
     Args:
         queue: Queue with the jobs whose webhooks are sent.
-        hosts: Hosts to which webhooks may be sent, as in a URL: with the port, unless it is the
-            default port of the scheme.
+        hosts: Hosts to which webhooks may be sent, as in a URL: a host with another port than the
+            default port of its scheme includes the port.
         secrets: Keys of the signatures. Every webhook has a signature with each key, so that
             receivers can change from an old key to a new one.
         view: Function that returns the API's representation of a job.
