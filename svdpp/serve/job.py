@@ -78,7 +78,7 @@ class Job:
             delivered or given up.
         callback_error: Error of the last attempt to send the webhook; None: no attempt has ended,
             or the webhook was delivered.
-        batch_id: Id of the batch whose line the job is; None: the job does not belong to a batch.
+        batch_id: Id of the batch that the job belongs to; None: it belongs to no batch.
         custom_id: Name that the client gave to the batch's line.
         batch_line: Index of the line in its batch, from 0.
     """
@@ -127,7 +127,7 @@ class Job:
     def model_key(self) -> str:
         """Key of the model and its weights.
 
-        A server only makes jobs whose key is that of its own model.
+        A server only makes jobs with the key of its own model.
         """
         return self.weights or self.model
 

@@ -283,8 +283,8 @@ def _check_host(headers: Headers) -> None:
     """Reject requests to a host that is not a loopback host, and requests from other origins.
 
     This protects a server without API keys against web pages in the user's browser. A page could
-    otherwise reach the server by DNS rebinding, or by submitting a form, for which CORS is not
-    checked.
+    otherwise reach the server by DNS rebinding, or by submitting a form, which browsers allow
+    without a CORS check.
     """
     host = headers.get("host", "")
     name = HOST_PATTERN.fullmatch(host)

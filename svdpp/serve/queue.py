@@ -488,7 +488,7 @@ class JobQueue(JobQueries):
 
         Args:
             id: Id of the job.
-            states: States of which the job must have one.
+            states: States in which the job may be; in any other state, it is not changed.
             token: Token that the job must have; None: any token.
             values: New values, by the name of the column.
         """

@@ -360,7 +360,7 @@ def main(path: str, *numbers: str) -> None:
 
     Args:
         path: File to decode.
-        numbers: Six integers. Process id of the server, whose end also ends this process; number of
+        numbers: Six integers: process id of the server, with which this process ends; number of
             frames that a clip uses of a video, 0 for an image; maximum pixels; maximum bytes of
             address space; maximum seconds of CPU time, after which the kernel sends SIGXCPU; and
             maximum scans of a JPEG.

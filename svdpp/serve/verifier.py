@@ -232,7 +232,7 @@ def main(clip: str, image: str, parent: str) -> None:
     Args:
         clip: Path of the clip's metadata file.
         image: Path of the image; empty for text-to-video.
-        parent: Process id of the server, whose end also ends this process.
+        parent: Process id of the server. If the server ends, this process ends, too.
     """
     exit_on_signals(exit_with_signal_code)
     end_with_parent(int(parent), signal.SIGTERM)
