@@ -173,7 +173,7 @@ class Measure(Section):
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
     """Number of warm-up clips in each round, before the measured clips. With several replicas or
-    decoders, each of them gets this many."""
+    decoders, each decoder gets this many."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
     """Number of rounds. A round measures the pipeline and each baseline once, in new processes."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)

@@ -99,7 +99,8 @@ class Bench:
 
         If a baseline runs out of memory, this is recorded in `out_of_memory`, and the benchmark
         goes on without the baseline. Every other error ends the benchmark. Under a launcher, a lack
-        of memory in the data-parallel baseline also ends it, because its ranks cannot be restarted.
+        of memory in the data-parallel baseline ends the benchmark too, because its ranks cannot be
+        restarted.
 
         Args:
             log: Function that gets a line for each measured case.

@@ -72,10 +72,10 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
     """Measure a pipeline against data parallel and against diffusers on one device.
 
     In each round, the pipeline, data parallel and diffusers are started, warmed up and measured one
-    after another, on the same devices. The results are written in any case. The exit code is 3 if a
-    clip's bits differ from those of diffusers, and 10 if a target of the configuration is missed.
-    Under torchrun or srun, the launched ranks are measured. Only rank 0 measures diffusers and
-    writes the results.
+    after another, on the same devices. The exit code is 3 if a clip's bits differ from those of
+    diffusers, and 10 if a target of the configuration is missed; the results are written in both
+    cases. Under torchrun or srun, the launched ranks are measured. Only rank 0 measures diffusers
+    and writes the results.
 
     Raises:
         VerificationError: The bits of a clip differ from those of diffusers.
