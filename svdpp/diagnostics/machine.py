@@ -439,8 +439,8 @@ def profile(
     """
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
-    # Until the first clip reaches the last rank, some ranks are idle, and the others run faster than
-    # usual. So one clip more is made for each rank.
+    # Until the first clip reaches the last rank, some ranks are idle, and the others run faster
+    # than usual. So one clip more is made for each rank.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)
