@@ -47,10 +47,10 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether ranks form pairs, and each rank of a pair evaluates half of the denoiser's batch.
+    """Whether two ranks (`cfg_parallel` 2) each evaluate half of the denoiser's batch.
 
-    Such clips are not proven to be bitwise equal to diffusers', because kernels may give other bits
-    for half a batch.
+    Clips of such ranks are not proven to be bitwise equal to diffusers' clips, because kernels may
+    give other bits for half a batch.
 
     Args:
         config: Configuration of the pipeline.
@@ -79,7 +79,7 @@ def clip_metadata(
             the home folder, so that the user's name is hidden.
         config: Resolved configuration.
         checkpoint: Checkpoint of the model.
-        loras: LoRAs of this clip alone; the model's LoRAs are added.
+        loras: LoRAs of only this clip. The JSON also gets the model's LoRAs.
     """
     loras = (*checkpoint.loras, *loras)
     folder, media_file, sampling = Path(output.path).parent, inputs.media_file, config.sampling
@@ -232,7 +232,7 @@ class _ClipMetadata(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # Literal[1, 2] would accept true and 1.0 as 1.
+    # The type is not Literal[1, 2], because it would accept true and 1.0 as 1.
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
     family: str
     input: str | None
@@ -279,7 +279,7 @@ class _ClipMetadata(BaseModel):
         return name
 
 
-# A whole number of frames per second stays an int, because `parameters_sha256` is a hash of the
+# A whole number of frames per second stays an int, because `parameters_sha256` is a hash of JSON
 # text, in which 8 and 8.0 differ.
 _Fps = Annotated[float, AfterValidator(as_whole)]
 # Metadata fields that only clips of SVD have, and fields that only clips with prompts have.
@@ -377,9 +377,9 @@ def weights_identity(checkpoint: Checkpoint) -> object:
     """Return a value that identifies the weights on this machine, and changes when they change.
 
     Returns:
-        Commit hash for a hub model. For a folder, path, size and modification time of each weight
-        file, as JSON values. Components in other repositories are not covered: their commits are
-        in the clip's metadata.
+        For a hub model, the commit hash. For a model in a folder, a list with the path, size and
+        modification time of each weight file. Components in other repositories are not included,
+        because their commits are in the clip's metadata.
     """
     if checkpoint.revision:
         return checkpoint.revision

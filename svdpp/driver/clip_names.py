@@ -17,8 +17,8 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# Limits in bytes for names, because file systems limit file names. A seed and a suffix are still
-# added to a name of `_UNIQUE_BYTES`; a name of `_NUMBERED_BYTES` also gets a number such as `-2`.
+# File systems limit the length of a file name in bytes. A name of `_UNIQUE_BYTES` leaves room for a
+# seed and a suffix. A name of `_NUMBERED_BYTES` also leaves room for a number such as `-2`.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
 #: Names of files that each run writes. A clip cannot have these names.
@@ -90,7 +90,7 @@ def _check_no_two(named: Iterable[RunJob]) -> None:
         other = owners.setdefault(job.name, job)
         if other is not job:
             raise RequestError(
-                f"{other} and {job} would both become {job.name!r}",
+                f"{other} and {job} would both get the name {job.name!r}",
                 "give each clip its own `out`" if job.out else _OTHER_NAME,
                 details={
                     **{"output": job.name, "seed": job.seed, "other_seed": other.seed},
@@ -125,7 +125,10 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Reuse the names of an earlier run that match `wanted`: add them to `names` and `taken`."""
+    """Reuse names that an earlier run gave to equal jobs; add them to `names` and `taken`.
+
+    A name is reused only if it is the name in `wanted`, with or without a number such as `-2`.
+    """
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
         if names[index] or not (known := left.get(job_key(job))):

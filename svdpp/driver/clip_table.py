@@ -30,7 +30,7 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the names of the clips in a run's table, without suffixes, by `job_key`.
+    """Return the names of a run's clips, without suffixes, by `job_key` (a hash of the job).
 
     Args:
         path: Path of the table, which need not exist.
@@ -56,7 +56,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the `job_key` of each finished clip in a run's table, by file name of the clip.
+    """Return the `job_key` (a hash of the job) of each finished clip, by the clip's file name.
 
     Args:
         path: Path of the table, which need not exist.
@@ -102,10 +102,10 @@ class ClipTable:
         """Return the row of a clip, as JSON text with a line end.
 
         Args:
-            index: Position of the job among the jobs of the run.
+            index: Position of the job among the jobs of the run, from 0.
             job: Job of the clip.
             metadata: JSON of the clip. It has hashes and times if the clip is finished.
-            state: State of the clip.
+            state: State of the clip, such as `pending` or `done`.
         """
         params = params_by_field(SAMPLING_CLASSES[metadata["family"]])
         return self._text(
@@ -120,11 +120,11 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row for an input, or for a line of the jobs file, that has an error.
+        """Return the row for an input, or a line of the jobs file, that is wrong and gives no clip.
 
         Args:
             error: Error as a JSON object.
-            line: Number of the line; None: the run has no jobs file.
+            line: Number of the line, from 1; None: the run has no jobs file.
         """
         row = {"index": None, "line": line, "state": "failed", "output": None, "error": error}
         return self._text({**row, "job": None})
@@ -133,7 +133,7 @@ class ClipTable:
         """Set the state of a clip in the clip's row.
 
         Args:
-            index: Position of the clip's job among the jobs of the run.
+            index: Position of the clip's job among the jobs of the run, from 0.
             state: New state.
             result: JSON of a finished clip, whose hashes and times are added to the row; empty for
                 other states.

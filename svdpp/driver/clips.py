@@ -63,7 +63,7 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """Clip that failed, for example because of a damaged image, while the run went on."""
+    """Clip that failed, for example because of a damaged image. Other clips are still made."""
 
     clip: int
     request: ClipRequest
@@ -102,11 +102,11 @@ class ClipHandle(Future[ClipResult]):
         return self.progress.rank is not None and not self.done()
 
     def add_progress_callback(self, callback: Callable[[ClipHandle], object]) -> None:
-        """Have the pipeline's thread call `callback` with the handle when `progress` changes.
+        """Register a callback, which gets this handle each time `progress` changes.
 
         Args:
-            callback: Function that must be quick and raise no exception. It is also called
-                immediately if a rank has already begun the clip.
+            callback: Function that must be quick and raise no exception. The pipeline's thread
+                calls it. If a rank has already begun the clip, this method also calls it at once.
         """
         self._progress_callbacks.append(callback)
         if self.progress.rank is not None:
@@ -114,7 +114,7 @@ class ClipHandle(Future[ClipResult]):
 
     def _update_progress(self, steps_done: int, rank: int) -> None:
         progress = replace(self.progress, steps_done=steps_done, rank=rank)
-        # The events of two ranks can arrive out of order.
+        # The events of two ranks can arrive out of order, so progress never goes back.
         if progress != self.progress and steps_done >= self.progress.steps_done:
             self.progress = progress
             for callback in self._progress_callbacks:
@@ -166,9 +166,9 @@ class ClipHandle(Future[ClipResult]):
         return super().exception(timeout)
 
 
-# Number of the latest clips whose checkpoints are removed once more at the end of the run, because
-# a rank may write a checkpoint after the clip has ended. Older clips get no late checkpoints: a
-# rank queues at most three.
+# A rank may write a latent checkpoint after the clip has ended. So for this number of the latest
+# clips, checkpoints are removed once more at the end of the run. Older clips have no such
+# checkpoints, because a rank queues at most three.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
@@ -176,14 +176,14 @@ _CLEAN_UP_SECONDS = 20.0
 class ClipTracker:
     """Tracker of clips, which keeps the handle of a clip until a caller takes the result.
 
-    The tracker is an observer of the ranks' events. The thread that calls it finishes the clips.
-    Any thread may add clips and wait for clips.
+    The pipeline's thread calls the tracker with each event of a rank. In this call, the handles of
+    ended clips get their results. Any thread may add clips and wait for clips.
 
     Args:
         send_to_all: Function that sends a message to every rank, which the tracker uses to cancel
             clips.
-        latents_folder: Folder of latent checkpoints, which the tracker removes when a clip is
-            finished. None: there are no checkpoints.
+        latents_folder: Folder of latent checkpoints. When a clip is finished, the tracker removes
+            the clip's checkpoints. None: there are no checkpoints.
         tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks
             send no tensors.
         max_failures: Number of the latest failed clips that `failures` keeps; None: all failed
@@ -200,8 +200,8 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # (request, whether an error ended the clip) of recently ended clips. `clean_up` removes
-        # partly written and late files of these clips.
+        # (request, whether an error ended the clip) of recently ended clips. Files of these clips
+        # may be incomplete, or written after the clip has ended. `clean_up` removes such files.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
@@ -217,7 +217,7 @@ class ClipTracker:
         self._finished: dict[int, ClipHandle] = {}
         # Requests of cancelled clips that the ranks have not dropped yet, by clip index.
         self._cancelled: dict[int, ClipRequest] = {}
-        # A separate thread lists and removes files, because a folder may not respond.
+        # A separate thread lists and removes files, because a network folder may block it.
         self._files = FileThread("checkpoints")
         self._end: BaseException | None = None
         self._unfinished: list[ClipHandle] = []
@@ -225,7 +225,7 @@ class ClipTracker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every clip is finished or has failed."""
+        """Whether every clip is finished, failed or cancelled."""
         return not self._open
 
     @property
@@ -246,7 +246,8 @@ class ClipTracker:
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
-                "observers and callbacks must not wait for the pipeline: they run in its thread"
+                "observers and callbacks must not wait for the pipeline: they run in the thread "
+                "that finishes clips"
             )
 
     def add(
@@ -260,7 +261,7 @@ class ClipTracker:
             for_results: Whether `results` yields these clips.
 
         Raises:
-            SvdppError: The run has ended because of this error.
+            SvdppError: The run has ended with this error.
         """
         with self._changed:
             if self._end is not None:
@@ -354,7 +355,7 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Record how a clip has ended, once the ranks are done with it.
+        """Record how a clip has ended. Call this when the ranks no longer work on the clip.
 
         The checkpoints of a finished or cancelled clip are removed. The checkpoints of a failed
         clip stay, so that a later run can resume the clip.
@@ -375,7 +376,8 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        # removed last, because `cancel` can add the request until the handle has its outcome
+        # The request is removed last. Until the handle has its outcome, another thread can add the
+        # request by `cancel`.
         self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:
@@ -403,9 +405,10 @@ class ClipTracker:
             self._files.submit(lambda: remove_checkpoints(folder, key))
 
     def clean_up(self) -> None:
-        """Remove incomplete clip files, and files that came too late, after all ranks have ended.
+        """Remove incomplete clip files, and checkpoints that were written after their clips ended.
 
-        If a folder does not respond in time, its files are not removed.
+        Call this after all ranks have ended. If a folder does not respond in time, its files are
+        not removed.
         """
         for request, is_lost in self._recent:
             if not is_lost:

@@ -141,7 +141,7 @@ def generate(
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
     """Return the configuration of the model, the device of the ranks, and the checkpoint.
 
-    If `model` is only a name, the configuration has the precision that is usual on the device.
+    If `model` is only a name, the configuration has the usual precision for model and device.
     """
     config = ModelConfig(name=model) if isinstance(model, str) else model
     require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")
@@ -171,7 +171,8 @@ def _make_clips(
     progress: bool,
 ) -> list[ClipResult]:
     """Plan the clips, and make them; show a progress bar if `progress` is set."""
-    # This import of torch takes seconds. The fork server imports torch at the same time.
+    # This import loads torch, which takes seconds. The fork server, which was started before, loads
+    # torch at the same time.
     from svdpp.driver.pipeline import Pipeline
 
     pipeline = Pipeline(config, checkpoint=checkpoint)
@@ -195,10 +196,13 @@ def _make(
     temporary: _TemporaryFolder | None,
     on_result: Callable[[ClipResult], object] | None,
 ) -> list[ClipResult]:
-    """Make the planned clips; return all results, including kept clips, in job order.
+    """Make the planned clips, and return all results in the order of the jobs.
+
+    The results include finished clips that are kept from an earlier run.
 
     Raises:
-        SvdppError: A clip failed, or the run has ended. Its `results` are the finished clips.
+        SvdppError: A clip failed, or the run has ended. The error's attribute `results` has the
+            results of the finished clips.
     """
     from svdpp.driver.clips import ClipResult  # this import loads torch
 
@@ -227,7 +231,7 @@ def _make(
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
-    """Remove the folder if the `with` block raises an error without results of finished clips."""
+    """Remove the folder if the `with` block raises an error before any clip is finished."""
     try:
         yield
     except BaseException as error:

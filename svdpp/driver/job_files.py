@@ -105,7 +105,7 @@ class JobFile:
 
     def _csv_lines(self) -> Iterator[JobLine | SvdppError]:
         text, first = self.text, 0
-        if separator := re.match(r"sep=(.)\r?\n", text):  # such as `sep=;` of Excel
+        if separator := re.match(r"sep=(.)\r?\n", text):  # a first line for Excel, such as `sep=;`
             text, first = text[separator.end() :], 1
         head = text.lstrip().partition("\n")[0]
         delimiter = max(_DELIMITERS, key=head.count) if separator is None else separator[1]
@@ -235,7 +235,7 @@ def read_job_file(path: Path) -> JobFile:
 
 
 def _split_lines(text: str) -> Iterator[str]:
-    """Yield the lines of a text, with line ends. `io.StringIO` would first copy the text."""
+    """Yield the lines of a text, with line ends. `io.StringIO` would first copy the whole text."""
     start = 0
     while start < len(text):
         end = text.find("\n", start) + 1 or len(text)

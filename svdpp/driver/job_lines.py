@@ -78,13 +78,13 @@ class LineDefaults:
     seed: int = 0
     negative_prompt: str | None = None
     last_image: str | None = None
-    """Path of the image at which clips end that start from an image, relative to the working
-    folder; None: clips have no last image."""
+    """Path, relative to the working folder, of the last image for clips that start from an image;
+    None: clips have no last image."""
     references: tuple[str, ...] = ()
-    """Paths of the reference images of clips that start from an image, relative to the working
-    folder."""
+    """Paths, relative to the working folder, of the reference images for clips that start from an
+    image."""
     videos: Mapping[str, str] = field(default_factory=dict)
-    """Paths of additional input videos, by field name, relative to the working folder."""
+    """Paths, relative to the working folder, of additional input videos, by field name."""
     format: VideoFormat = "mp4"
     max_pixels: int = MAX_PIXELS
 
@@ -111,7 +111,7 @@ class LineReader:
         """Return the jobs of all valid lines, and the errors of the other lines.
 
         Args:
-            lines: Lines of the file; an error takes the place of each line that is not parsable.
+            lines: Lines of the file. For a line that could not be parsed, the error.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:
@@ -154,7 +154,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Field names for messages, by the names in configurations: `num_frames` -> `frames`."""
+        """Map from names in configurations to names in files, such as `num_frames` to `frames`."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -472,7 +472,7 @@ class LineReader:
 
 
 def _json_list(text: str) -> Any:
-    """Parse the JSON of a list; text that is no JSON is returned unchanged."""
+    """Return the value of JSON text. Text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

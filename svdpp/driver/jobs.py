@@ -39,8 +39,8 @@ from svdpp.media.inputs import check_image_shapes
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
-# Number of frames to assume for clips that do not set it. The largest clip of a run is searched for
-# before the model's default is read. Published SVD models make 14 or 25 frames.
+# The largest clip of a run is searched for before the model's default number of frames is known. So
+# clips that set no number of frames count as this long. Published SVD models make 14 or 25 frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
@@ -194,7 +194,7 @@ def _check_own_files(policy: OutputPolicy) -> None:
             read(path)
         except InputError as error:
             raise RequestError(
-                f"{str(path)!r} exists and is not {what}",
+                f"{str(path)!r} exists, but is not {what}",
                 _REPLACE_OR_KEEP,
                 details={"path": str(path)},
             ) from error
@@ -325,8 +325,8 @@ def _kept_clip(
     """Check whether the run keeps a clip that an earlier run has finished.
 
     Returns:
-        JSON of the clip that `policy` keeps; None if the clip must be made. The second value is
-        True if the new clip replaces a finished clip that has other parameters.
+        Two values. The first is the JSON of the existing clip, or None if the clip must be made.
+        The second is True if the new clip replaces a finished clip that has other parameters.
     """
     if not policy.keeps_finished:
         return None, False
@@ -385,7 +385,8 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     changed = [name for name in names if existing.get(name) != metadata.get(name)]
     name = changed[0]
     before, now = existing.get(name), metadata.get(name)
-    # The default of `num_threads` depends on the number of ranks, so it may change unnoticed.
+    # The default of `num_threads` depends on the number of ranks, so users may change it without
+    # noticing.
     same = f"`num_threads` {before} keeps the clip; " if name == "num_threads" else ""
     error = _ChangedClipError(
         f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",

@@ -29,8 +29,8 @@ from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heart
 
 SCHEMA_VERSION = 1
 
-# Seconds between two writes of the manifest: short enough to follow a run, and long enough for a
-# network folder.
+# Minimum time in seconds between two writes of the manifest. It is short enough to follow a run,
+# and long enough for a network folder.
 _WRITE_SECONDS = 1.0
 # Limit in bytes for a manifest that is read. A manifest with `MAX_CLIPS` clips is far smaller.
 _MAX_BYTES = 2**30
@@ -55,7 +55,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
     if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(
-            f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}",
+            f"{str(path)!r}: schema_version must be {SCHEMA_VERSION}, "
+            f"got {content['schema_version']!r}",
             details={"schema_version": content["schema_version"], "expected": SCHEMA_VERSION},
         )
     return content
@@ -68,7 +69,9 @@ def open_manifest(
     failed: Sequence[Mapping[str, Any]],
     table: Path,
 ) -> RunManifest:
-    """Create the manifest of a run that is about to begin; its files are written later.
+    """Create the manifest of a run that is about to begin.
+
+    The files are written when the manifest's `with` block is entered.
 
     Args:
         path: Path of `run.json`.
@@ -117,9 +120,10 @@ def _host(metadata: Mapping[str, Any]) -> dict[str, Any]:
 class RunManifest:
     """Context manager that observes the events of a pipeline and writes `run.json`.
 
-    A killed run leaves clips in the state `running`. A run that fails before a clip has begun
-    restores the earlier `run.json`. If a write fails during the run, the run goes on, and the write
-    is tried again. A separate thread writes the file, because the caller's thread supervises ranks.
+    If the process is killed, `run.json` still has clips in the state `running`. If the run fails
+    before a clip has begun, the `run.json` of the earlier run is restored. If a write fails during
+    the run, the run continues, and the write is tried again. A separate thread writes the file,
+    because the thread that handles the ranks' events must not block.
 
     Args:
         path: Path of `run.json`.
@@ -174,7 +178,7 @@ class RunManifest:
                 clip["state"] = "pending"  # no rank works on the clip any more
                 self._update_row(index, "pending", {})
                 self._changed = True
-        # An error of this write would hide the error that ended the run.
+        # If an error has ended the run, an error of this write is ignored: it would hide the first.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
             if kind is not None and not self._has_begun:
                 self._restore()
@@ -252,8 +256,8 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # The texts of a large run take long to build. A pause of 50 times these seconds keeps the
-        # writes below 2% of this thread's time.
+        # The texts of a large run take long to build. A pause of 50 times this duration keeps the
+        # cost below 2% of this thread's time.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))

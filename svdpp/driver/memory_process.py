@@ -1,8 +1,8 @@
 """Memory estimates and FLOP counts, in this process or in a separate one.
 
 An estimate or count runs Python code for seconds. Under torchrun, rank 0 is a thread of this
-process and would wait for the GIL, so a separate process estimates. Without a launcher, this
-process estimates itself, because a separate process would take seconds to import diffusers.
+process, and would wait for the GIL, so the work is done in a separate process. Without a launcher,
+the work is done in this process, because a separate process would take seconds to import diffusers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def estimate_memory(
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
-        num_threads: Number of intra-op threads of a rank on a CPU. torch chooses kernels by it.
+        num_threads: Number of intra-op threads of a rank on a CPU. torch's choice of kernels, and
+            so the memory, depends on this number.
         apart: Whether to estimate in a separate process, so that this process does not import
             diffusers (350 MB).
 

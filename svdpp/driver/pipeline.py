@@ -164,20 +164,21 @@ class Pipeline(PipelineRanks):
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
             except BaseException as error:
-                # Ranks that got the clips would wait forever for ranks that did not.
+                # If only some ranks got the clips, they would wait forever for the others. So the
+                # run is ended.
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise
         return handles
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Ask the ranks to prepare an image for a clip that is submitted later.
+        """Ask the ranks to prepare an image for a clip that will be submitted later.
 
-        This call does not wait. Each rank that encodes prepares the image while it does other work,
-        and then sends an `ImageReady` event.
+        This call does not wait. Each rank that encodes images prepares this image while it does
+        other work, and then sends an `ImageReady` event.
 
         Args:
-            request: Request for the clip. The request that is submitted later must be equal.
+            request: Request for the clip, equal to the request that will be submitted.
 
         Raises:
             ClosedError: The pipeline is not open.
@@ -204,7 +205,7 @@ class Pipeline(PipelineRanks):
         """Simulate the first clips of the run with measured costs; return the times of all actions.
 
         The simulation uses the mean costs that this run has measured so far. If the dummy model
-        sleeps to imitate a real model, it uses the costs of the configuration.
+        sleeps to imitate a real model, the simulation uses the costs of the configuration.
 
         Args:
             requests: Requests of the clips, from clip 0 on.
@@ -235,7 +236,7 @@ class Pipeline(PipelineRanks):
             )
         with self._submit_lock:
             if self._is_entered:
-                raise ClosedError("a pipeline can be entered once: create another one")
+                raise ClosedError("a pipeline can be entered only once: create another one")
             self._is_entered = True
         self.check_memory()
         self._start()
@@ -262,7 +263,9 @@ class Pipeline(PipelineRanks):
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self.world is not None:
-            raise reraisable(failure)  # the launcher interrupts rank 0 when another rank dies
+            # When another rank dies, the launcher interrupts rank 0. The other rank's failure is
+            # the cause.
+            raise reraisable(failure)
         error.add_note(f"The run had failed before: {failure}")
 
     def close(self, *, drain: bool = True) -> None:

@@ -49,7 +49,8 @@ class ProgressBar(Progress):
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
         """Advance the bar if a rank reports a finished step or clip."""
         match event:
-            # Both ranks of a pair report each step, so the step is counted only once.
+            # If two ranks share each step (`cfg_parallel` 2), both report the step. The minimum
+            # counts it only once.
             case StepDone():
                 left = self._num_steps[event.clip] - event.step - 1
                 self._steps_left[event.clip] = min(left, self._steps_left[event.clip])

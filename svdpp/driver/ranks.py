@@ -61,9 +61,9 @@ def _choose_backend(config: PipelineConfig, world: World | None) -> str:
 class PipelineRanks:
     """Ranks of a pipeline. This process starts them, or joins the ranks that a launcher started.
 
-    The pipeline's thread continuously receives events of the ranks, so that ranks never wait for a
-    reader. The thread ends when the pipeline is closing and all clips are done, when a rank fails,
-    or after `_abort`.
+    The pipeline's thread continuously receives events of the ranks. Otherwise a rank would block as
+    soon as the buffer of its connection is full. The thread ends when the pipeline is closing and
+    all clips are done, when a rank fails, or after `_abort`.
     """
 
     def __init__(
@@ -176,8 +176,8 @@ class PipelineRanks:
         If the rank fails, the process exits. Observers get only the events of this rank.
 
         Args:
-            say: Function that prints the last message of this process. Its second argument is True
-                if no other process reports the same error.
+            say: Function that prints the last message of this process. Its arguments are the
+                message, and whether no other process reports the same error.
 
         Raises:
             ClosedError: No launcher has started this process.
@@ -264,7 +264,8 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            # the rendezvous had a deadline of its own, so the start timeout counts from its end
+            # With a launcher, `_launch` meets the other ranks within a deadline of its own. So the
+            # start timeout counts from here.
             begun = time.monotonic()
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
@@ -315,7 +316,8 @@ class PipelineRanks:
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                failure = None  # all ranks got the signal, and another rank has reported it first
+                # The signal ended all ranks, and another rank has only reported it earlier.
+                failure = None
         self._clean_up(failure or error)
         return failure
 
@@ -330,8 +332,8 @@ class PipelineRanks:
             if error is not self._closed_error:
                 self.run_error = error
         try:
-            # After `_abort`, ranks of a launcher are killed later, in `_clean_up`: `_abort` first
-            # checks whether one of them has failed.
+            # After `_abort`, ranks that a launcher has started are not killed here but later, in
+            # `_clean_up`, because `_abort` first checks whether one of them has failed.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:
@@ -364,8 +366,8 @@ class PipelineRanks:
                     )
             for observer in self._observers:
                 observer(rank, event)
-        # the tracker is called last, so that observers see a clip's event before its result is
-        # available
+        # The tracker makes a clip's result available. It is called last, so that observers see the
+        # clip's event first.
         finally:
             self._clips(rank, event)
 

@@ -37,7 +37,7 @@ ASSUMED_COSTS = "svd-xt-a100"
 def assumed_costs(*, decodes: bool, family: str) -> CostModel:
     """Return the costs to assume if the user gives no costs.
 
-    For SVD these are published costs. For other models, only steps cost time.
+    For SVD, these are published costs. For other models, only steps have a cost.
 
     Args:
         decodes: Whether the model decodes clips. The dummy model does so only if it sleeps to
@@ -48,10 +48,10 @@ def assumed_costs(*, decodes: bool, family: str) -> CostModel:
 
 
 def with_hosts_of(costs: CostModel, launched: World | None) -> CostModel:
-    """Return a copy of costs with the number of ranks that a launcher has started on each host.
+    """Return a copy of costs that also has the number of ranks on each host.
 
     Args:
-        costs: Costs, such as those of a costs file, which lack this number.
+        costs: Costs without this number, such as those from a costs file.
         launched: World of the launcher; None: all ranks are on this host.
     """
     return replace(costs, ranks_per_host=None if launched is None else launched.ranks_per_host)
@@ -139,11 +139,11 @@ class PipelineRequest:
     launched: World | None = None
     """World that a launcher gave this process; None: this process starts the ranks."""
     serves: bool = False
-    """Whether a server makes the clips: a user waits for each clip, and each request may have
-    another number of steps."""
+    """Whether a server makes the clips. Then a user waits for each clip, and the number of steps
+    may differ between requests."""
     steps_vary: bool = False
-    """Whether clips have different numbers of steps. The number of ranks may not divide all of
-    them."""
+    """Whether clips have different numbers of steps. The number of ranks perhaps divides only some
+    of them."""
     time_scale: float | None = None
     """Factor by which costs are multiplied to get the seconds that the dummy model sleeps; None:
     the model does not sleep."""
@@ -248,7 +248,7 @@ class PipelineRequest:
     def _threads(self) -> int:
         if self.num_threads is not None:
             return self.num_threads
-        # one thread, so that bits do not depend on the number of ranks
+        # A GPU rank uses one CPU thread, so that bits do not depend on the number of ranks.
         if self.device.startswith("cuda"):
             return 1
         num_local = self.world_size if self.launched is None else self.launched.local_size
@@ -270,9 +270,10 @@ class PipelineRequest:
 
     @cached_property
     def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
-        """Checkpoint and resolved sampling parameters.
+        """Checkpoint, and sampling parameters with the model's defaults.
 
-        SVD's checkpoint is not read: for SVD, the values are None and the unresolved parameters.
+        For SVD, the checkpoint is not read. Then the first value is None, and the second has the
+        sampling parameters without the model's defaults.
         """
         if self.sampling.family == "svd":
             return None, self.sampling
@@ -294,12 +295,12 @@ class PipelineRequest:
 
     @property
     def uses_auto(self) -> bool:
-        """Whether the layout, or a field of the layout, is `auto`: chosen by a forecast."""
+        """Whether the layout, or a field of the layout, is `auto`, which a forecast resolves."""
         return "auto" in (self.layout, self.parallel.get("cfg_parallel_size"))
 
     @property
     def _pair_size(self) -> int:
-        """Number of ranks that share each step: 2 for pairs, else 1. It is 1 for `auto`, too."""
+        """Number of ranks that share each step: 2 if the user sets `cfg_parallel` 2, else 1."""
         size = self.parallel.get("cfg_parallel_size", 1)
         return 1 if size == "auto" else int(size)
 
@@ -380,7 +381,7 @@ class PipelineRequest:
 
     @cached_property
     def world_size(self) -> int:
-        """Number of ranks: that of the launcher, that of the user, or a number for the devices.
+        """Number of ranks: given by the launcher, else by the user, else chosen for the devices.
 
         Raises:
             RequestError: `num_ranks` disagrees with the launcher.
@@ -398,7 +399,7 @@ class PipelineRequest:
         if requested is not None:
             return requested
         stages = max(1, self._devices // self._pair_size)
-        # A uniform split, which the user has requested, needs a number of ranks that divides the
+        # The user has requested a uniform split, so the number of ranks must divide the number of
         # steps.
         if self._requires_even_steps(self._given) and "split" in self._given:
             stages = largest_world(self.sampling.num_inference_steps, stages)
@@ -415,8 +416,9 @@ class PipelineRequest:
 
     @cached_property
     def allows_pairs(self) -> bool:
-        """Whether `auto` may choose pairs of ranks, because pairs do not change the bits."""
-        # Models with two experts call the denoiser once for each branch, never with a batch of two.
+        """Whether `auto` may choose `cfg_parallel` 2, which is so only if it changes no bits."""
+        # Models with two experts call the denoiser once for each branch of the guidance. So two
+        # ranks make the same calls as one rank.
         if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):
@@ -442,8 +444,8 @@ class PipelineRequest:
                 details={"rank": 0},
             )
         needs, limits = self._memory()
-        # A server whose ranks form pairs cannot make clips without guidance, so only the user can
-        # choose pairs for a server.
+        # With `cfg_parallel` 2, a server cannot make clips without guidance. So for a server, only
+        # the user can choose it.
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
         # Layout fields without `chosen_by` are set only by the user, so all layouts keep the user's

@@ -16,8 +16,8 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Number of clips per rank that `check_routes` tries. Every route that a split can give to a clip
-# occurs among so many clips.
+# Number of clips per rank that `check_routes` tries. Among this number of clips, every route occurs
+# that a split can give to a clip.
 _ROUTES = 4
 
 
@@ -113,7 +113,7 @@ class RequestScheduler:
         return self._found_loras[lora.source]
 
     def check_routes(self, sampling: SamplingConfig) -> None:
-        """Check that the ranks can make a clip with these parameters, whatever the clip's index is.
+        """Check that the ranks can make a clip with these parameters, at any index in the run.
 
         Args:
             sampling: Sampling parameters of the clip, resolved or not.

@@ -1,4 +1,4 @@
-"""Configurations with the model's defaults in place of None; estimates of the ranks' memory."""
+"""Resolution of configurations: the model's defaults replace None. Estimates of ranks' memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ def _check_attention_backend(model: ModelConfig, checkpoint: Checkpoint) -> None
         raise RequestError(
             f"{_BACKEND_VARIABLE} is {of_variable!r}: it would change the bits of clips, and their "
             "JSON would not say so",
-            f"unset {_BACKEND_VARIABLE}; `attention_backend` does the same and is recorded there",
+            f"unset {_BACKEND_VARIABLE}; `attention_backend` has the same effect, and is recorded "
+            "in the JSON",
             details={"variable": _BACKEND_VARIABLE, "value": of_variable},
         )
     if name is not None:
@@ -121,8 +122,9 @@ def _with_model_defaults(config: PipelineConfig, checkpoint: Checkpoint | None) 
 def _decode_ranks(config: PipelineConfig, checkpoint: Checkpoint | None) -> int:
     """Return the number of ranks that decode each clip.
 
-    If the user gives no number, both ranks of a pair decode if they can. Several ranks can decode a
-    clip only if its decode consists of independent chunks of frames or of tiles.
+    If the user gives no number, and two ranks share each step (`cfg_parallel` 2), these two ranks
+    also decode together if possible. Several ranks can decode a clip only if its decode consists of
+    independent chunks of frames or of tiles.
     """
     in_chunks = checkpoint is None or checkpoint.spec.decodes_in_chunks or bool(config.tiles)
     chunks, parallel = config.chunks or (config.sampling.frames,), config.parallel
@@ -150,8 +152,8 @@ _RANK_BYTES = 128 * 2**20
 #: Bytes of host memory to prepare an image of 50 megapixels (measured: 597 MiB) and, in a server, a
 #: second image of 4 megapixels at the same time (111 MiB).
 _IMAGE_BYTES = 768 * 2**20
-#: Number of pixels in all frames of a clip. Memory is not checked for clips of demo models up to
-#: this size, which need at most half a gigabyte.
+#: Limit for the number of pixels in all frames of a clip together. Up to this limit, memory is not
+#: checked for clips of demo models, because they need at most half a gigabyte.
 _DEMO_PIXELS = 2**18
 #: Names that safetensors files use for the dtypes of `ModelConfig.dtype`.
 _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
@@ -243,8 +245,9 @@ def memory_of_devices(
         checkpoint: Checkpoint of the model; None: its configs are read.
 
     Returns:
-        Memory of the model's parts as fields of `CostModel`; and for each rank the free memory,
-        less what CUDA and NCCL take. Both are in GiB, and both are empty on the CPU.
+        Two values: the memory of the model's parts, as fields of `CostModel`; and for each rank the
+        free memory without the part that CUDA and NCCL will take. Both are in GiB, and both are
+        empty on the CPU.
     """
     if device == "cpu":
         return {}, ()

@@ -25,10 +25,10 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedClip:
-    """Clip that still must be made. The class has few fields, as a run may have 100,000 clips."""
+    """Clip that still must be made. Few fields save memory, as a run may have 100,000 clips."""
 
     index: int
-    """Position of the clip's job among the jobs of the run."""
+    """Position of the clip's job among the jobs of the run, from 0."""
     job: RunJob
     sampling: SamplingConfig | None
     """Resolved sampling parameters of the clip; None: the parameters of the pipeline."""
@@ -105,7 +105,7 @@ class RunPlan:
     skipped: list[dict[str, Any]] = field(default_factory=list)
     """JSON of the finished clips."""
     skipped_jobs: list[tuple[int, RunJob]] = field(default_factory=list)
-    """For each finished clip, the position of its job among the jobs of the run, and the job."""
+    """For each finished clip: the position of its job among the run's jobs, from 0, and the job."""
 
     @property
     def requests(self) -> list[ClipRequest]:

@@ -72,8 +72,8 @@ class SourceReader:
 
         Args:
             inputs: Images, or paths of images, folders and glob patterns. Or dicts, each with the
-                fields of one clip; an image among dicts is a clip without other fields. Empty: the
-                clips are made from prompts alone.
+                fields of one clip. Among dicts, an image stands for a dict with only this image.
+                Empty: the clips are made from prompts only.
             prompts: Prompts that each image is combined with; None: clips have no prompts.
             negative_prompt: Text that describes what clips with a prompt must not show; None: no
                 such text.

@@ -65,7 +65,7 @@ def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observ
 
 
 class Supervisor:
-    """Reader of the ranks' events. If a run must end, it raises the error that explains why.
+    """Reader of the ranks' events. If the run has failed, the reader raises the cause as an error.
 
     Any thread may call `send` and `abort`. All other methods must be called by one thread.
 
@@ -255,7 +255,13 @@ class Supervisor:
         )
 
     def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
-        """Return the error for a rejected packet, which names the sender as the cause."""
+        """Return the error for a packet that a rank has rejected. It names the sender as the cause.
+
+        Args:
+            rank: Rank that has rejected the packet.
+            error: Error that the rank has reported.
+            event: Report of the rank.
+        """
         where = describe_position(event.action, event.step)
         sender = error.details.get("from_rank", rank)
         receiver = error.details.get("to_rank", rank)
@@ -338,11 +344,11 @@ def _is_interrupt(event: Failed) -> bool:
 
 # --- detection of stalled ranks -----------------------------------------------------------------
 
-# Factor by which the limit for silence is longer while a rank starts. A library may hold the GIL
-# for long at the start, as CUDA's initialisation does with many GPUs.
+# While a rank starts, the limit for its silence is longer by this factor. At the start, a library
+# may hold the GIL for long, as CUDA's initialisation does with many GPUs.
 _PATIENCE_AT_START = 8
-# If more than these seconds pass between two polls, this process itself was paused: it normally
-# polls several times a second.
+# This process normally polls several times a second. If more than these seconds pass between two
+# polls, this process itself was paused.
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
 _LINK_HINT = (
@@ -379,14 +385,14 @@ class Stall:
 
 
 class StallDetector:
-    """Detector of stalled ranks. Slow ranks, and ranks that wait for other ranks, are not stalled.
+    """Detector of stalled ranks. Ranks that are slow or wait for other ranks are not stalled.
 
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
     without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
     ranks have joined, a rank is also stalled if it makes no progress for `timeout_seconds` and does
-    not wait for another rank. If all busy ranks wait for each other for so long, the rank with the
-    oldest progress is stalled. `states` has an entry for each rank. All times are in seconds on the
-    same clock.
+    not wait for another rank. If all busy ranks wait for each other for that long, the rank with
+    the oldest progress is stalled. `states` has an entry for each rank. All times are in seconds on
+    the same clock.
 
     Args:
         config: Configuration with the timeouts.
@@ -411,7 +417,8 @@ class StallDetector:
             now: Present time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            return  # a separate thread of the rank sends these, even if the rank is stalled
+            # A separate thread of the rank sends `RankStats`, even if the rank is stalled.
+            return
         self._discount_pause(now)
         state = self.states[rank]
         state.started = True
@@ -504,7 +511,8 @@ class StallDetector:
         # or the waiting rank still writes files.
         causes = [rank for rank in slow if heartbeats[rank].writing or not heartbeats[rank].waiting]
         if not causes and all(rank in slow for rank in running if heartbeats[rank].action):
-            # A rank may have just sent a packet that the waiting rank has not reported yet.
+            # A packet may have just arrived at a waiting rank, which has not reported this yet. So
+            # the ranks count as stalled only after `timeout_seconds` without any event.
             last_event = max((self.states[rank].last_event for rank in running), default=now)
             causes = slow if now - last_event > self._timeout else []
         if not causes:

@@ -78,7 +78,7 @@ class MeasuredCosts:
             case ActionDone(action=action):
                 self._add(action.kind, (event.end - event.start) / action.fraction)
                 self._has_pairs |= action.kind is Kind.DENOISE and action.peer >= 0
-            # Sender and receiver both report a transfer; only the receiver's report is used.
+            # Sender and receiver both report a transfer. Only the receiver's report is counted.
             case TransferDone(direction="recv"):
                 self._add("transfer", event.seconds)
             case _:
@@ -131,7 +131,8 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    # the earlier steps belong to a failed action, which sends no `ActionDone`
+                    # The earlier steps belong to an action that failed, and so sent no
+                    # `ActionDone`. They are dropped.
                     steps.clear()
                 steps.append(event)
             case ActionDone():
@@ -147,15 +148,15 @@ class SpanBuilder:
         start, end = done.start - ahead, done.end - ahead
         spans: list[TimedSpan] = [Span(rank, action, start, end)]
         steps = [step for step in self._open_steps.pop(rank, []) if step.clip == action.clip]
-        # Steps follow each other without gaps up to the end of the action, so times are computed
-        # backwards.
+        # Steps follow each other without gaps, and the last step ends with the action. So the times
+        # are computed from the last step to the first.
         for step in reversed(steps):
             begun = max(start, end - step.seconds)
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
-            # One span may stand for two waits with a tiny gap between them: for a send and for a
-            # receive.
+            # One span may stand for two waits, one for a send and one for a receive, with a tiny
+            # gap between them.
             spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
         return spans
 
@@ -282,7 +283,7 @@ class Trace:
         if clip > self._newest_clip:
             self._newest_clip = clip
             first = clip - self.last_clips + 1
-            # The lists are replaced and not changed, because another thread may be reading them.
+            # New lists replace the old lists, because another thread may be reading the old lists.
             for name in _LISTS.values():
                 setattr(self, name, [span for span in getattr(self, name) if span.clip >= first])
         return clip > self._newest_clip - self.last_clips
@@ -303,7 +304,7 @@ class Trace:
             RequestError: No step was measured.
         """
         if not self._means.has_stepped:
-            raise RequestError("no step was measured")
+            raise RequestError("no step was measured", "make at least one clip first")
         return self._means.costs_like(CostModel())
 
 

@@ -43,7 +43,7 @@ RUN = [
     ("--gpus=5 --steps 9", "or --gpus 3, or --split alternating"),
     ("-o a.avi", "unsupported output format: -o a.avi (supported: .mp4, .gif, .webp)"),
     ("-o a.mp4 --format gif", "unsupported output format: -o a.mp4 (supported: .gif)"),
-    ("-o a.mp4 --seeds 1-2", "would both become 'a'"),
+    ("-o a.mp4 --seeds 1-2", "would both get the name 'a'"),
     ("--seed -1", "--seed must be 0 to 9223372036854775807, got -1"),
     ("--seeds 5-1", "--seeds 5-1: the range is empty\nhint: write 1-5"),
     ("--seed 1 --seeds 2", "--seed and --seeds contradict each other"),

@@ -142,7 +142,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": [{"image": PHOTO, "seed": -1}]}, RequestError, r"inputs\[0\], seed"),
     ({"inputs": [{"image": PHOTO}, {"imag": PHOTO}]}, RequestError, r"inputs\[1\], imag"),
     ({"out": "clip.avi"}, RequestError, "unsupported output format"),
-    ({"out": "clip.mp4", "seeds": [1, 2]}, RequestError, "would both become 'clip'"),
+    ({"out": "clip.mp4", "seeds": [1, 2]}, RequestError, "would both get the name 'clip'"),
     ({"world_size": 3, "steps": 4}, RequestError, "4 steps"),
     ({"model": "dummy"}, RequestError, "the dummy model makes no video files"),
     ({"model": "./gone"}, svdpp.ModelError, "there is no folder"),

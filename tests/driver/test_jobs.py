@@ -238,7 +238,7 @@ def test_a_table_of_somebody_elses_is_not_replaced(media_file: MediaFile, tmp_pa
     """A user's own jobs file may have that name."""
     (tmp_path / "clips.jsonl").write_text('{"image": "cat.jpg"}\n')
     for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
-        with pytest.raises(RequestError, match=r"clips\.jsonl' exists and is not a run's table"):
+        with pytest.raises(RequestError, match=r"clips\.jsonl' exists, but is not a run's table"):
             _plan(media_file, policy)
 
 
@@ -331,7 +331,7 @@ def test_a_run_json_of_somebody_elses_is_not_replaced(
 ) -> None:
     (tmp_path / "run.json").write_text('{"scripts": {"dev": "next dev"}}')
     for policy in (OutputPolicy(folder=tmp_path), OutputPolicy(folder=tmp_path, resume=True)):
-        with pytest.raises(RequestError, match=r"run\.json' exists and is not a run's manifest"):
+        with pytest.raises(RequestError, match=r"run\.json' exists, but is not a run's manifest"):
             _plan(media_file, policy)
     _plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True))
     with RunManifest(tmp_path / "run.json", {"model": "demo"}, []):

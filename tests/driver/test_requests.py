@@ -145,7 +145,7 @@ def test_a_pipeline_cannot_be_used_after_its_block_nor_entered_twice() -> None:
     for use in USES.values():
         with pytest.raises(ClosedError, match="the pipeline is closed"):
             use(pipeline)
-    with pytest.raises(ClosedError, match="can be entered once: create another one"):
+    with pytest.raises(ClosedError, match="can be entered only once: create another one"):
         pipeline.__enter__()
     assert handle.result(0).clip == 0
     assert len(pipeline.trace.steps) == 4
