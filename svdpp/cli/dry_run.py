@@ -80,7 +80,7 @@ def show_plan(
 def _clip_row(
     config: PipelineConfig, clips: RunPlan, clip: PlannedClip, end: float | None
 ) -> dict[str, Any]:
-    """Return a dry run's row for a clip.
+    """Return the row of a clip in the table of a dry run.
 
     Args:
         config: Configuration of the run.

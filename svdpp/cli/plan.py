@@ -287,7 +287,7 @@ def plan(
         config, why = request.resolve()
         if request.choice is None:
             console.info(why)
-        # the number of tiles is computed from the model's configs, which must be read
+        # With tiling, the plan needs the number of tiles, which depends on the model's configs.
         if config.model.vae_tiling:
             from svdpp.driver.resolve import resolve_config
 

@@ -158,7 +158,7 @@ def run(
     jobs, input_errors = command.read_jobs()
     device = options.device_name()
     if launched is None and not options.dry_run:
-        # The fork server imports torch at the same time as this process.
+        # The fork server is started early, so that it imports torch while this process does too.
         start_fork_server_early(family=options.family, device=device)
     request = options.request(
         launched=launched,
@@ -168,7 +168,8 @@ def run(
         num_references=options.num_references,
         clip_loras=loras_of(jobs),
     )
-    if launched is None:  # under a launcher, ranks other than rank 0 do not know the jobs
+    # Under a launcher, only rank 0 knows the jobs, and all ranks must make the same request.
+    if launched is None:
         request = fit_request_to_jobs(request, jobs)
     config, why = request.resolve()
     log.open(console, launched)

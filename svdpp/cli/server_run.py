@@ -98,7 +98,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             is_given = value != each.default
-            # a field without a default value is a mapping of layout options
+            # Only the field that collects the options of the layout has no default value.
             if each.default is MISSING:
                 is_given, name = bool(value), next(iter(value), name)
             wrong = f"`{name}` is for ranks of this machine, and the server has its own"
@@ -191,7 +191,7 @@ class _ServerRun:
 
         Raises:
             InputError: The file or an image cannot be read.
-            RequestError: A line is wrong, or outputs exist.
+            RequestError: A line is wrong, or an output file exists.
         """
         from svdpp.client.batch_run import server_clips
         from svdpp.driver.job_files import read_job_file

@@ -182,7 +182,8 @@ def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
         handler: New signal handler, such as `signal.SIG_IGN` while an error is reported.
     """
     before: dict[signal.Signals, Handler] = {}
-    # A handler that raises `Interrupted` does so only once, so the second attempt succeeds.
+    # An old handler may raise `Interrupted` while the handlers are being set. It does so only once,
+    # so the second attempt succeeds.
     for _ in range(2):
         with contextlib.suppress(Interrupted):
             for number in _SIGNALS:
@@ -377,7 +378,8 @@ def make_folder(prefix: str) -> Path:
     with _making_folder:
         within = temp_dir()
         with contextlib.suppress(FileExistsError):
-            # In a server that runs for weeks, a cleaner of /tmp may have removed the folder.
+            # The folder is created again if it is missing: in a server that runs for weeks, a
+            # cleaner of /tmp may have removed it.
             os.mkdir(within, 0o700)
         return Path(tempfile.mkdtemp(prefix=prefix, dir=within))
 

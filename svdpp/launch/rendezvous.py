@@ -412,8 +412,8 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # Settings are checked after all ranks have connected. Otherwise a rank that connects later
-    # would wait until its deadline.
+    # Settings are checked after all ranks have connected. Otherwise rank 0 could end before a rank
+    # has connected, and this rank would wait until its deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 

@@ -262,6 +262,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
         try:
             fcntl.flock(descriptor, lock | fcntl.LOCK_NB)
             # The previous holder of the lock may have removed the file after it was opened here.
+            # Then a new file is locked.
             if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
                 return descriptor, ""
         except BlockingIOError:
