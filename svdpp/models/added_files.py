@@ -19,7 +19,7 @@ _Content = TypeVar("_Content")
 
 
 def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
-    """Check that each LoRA or GGUF file names an expert if the model has two, and none otherwise.
+    """Check that LoRA or GGUF files name an expert if and only if the model has two experts.
 
     Args:
         files: Requested files.
@@ -56,8 +56,8 @@ def find_file(
         wanted: Requested file.
         check: Function that checks the file, such as `read_gguf_header`. It runs before the hash is
             computed.
-        default: File name to use if only a folder or a repository is named; empty: the file must be
-            named.
+        default: File name to use if the user names only a folder or a repository. Empty: the user
+            must name the file.
         local_files_only: Whether only files on this machine are used.
         is_hashed: Whether the SHA-256 of the whole file is computed.
 

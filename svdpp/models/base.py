@@ -10,12 +10,12 @@ from PIL import Image
 
 #: Names of the tensors in a packet. A packet is the state of a clip that one rank sends to the
 #: next: the latent, the scheduler's state, the denoiser's output, the random generator's state, and
-#: the structure (JSON in host memory). Several tensors of one kind have the name as a prefix, such
-#: as `scheduler.1`.
+#: the structure (JSON in host memory). If a packet has several tensors of one kind, this name is
+#: the prefix of their names, as in `scheduler.1`.
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
-#: Names of the tensors that the decode of a part of a clip returns: one tensor `frames`, or a
-#: tensor for each tile (`tile.0`, `tile.1`, ...).
+#: Names of the tensors that a rank returns when it decodes a part of a clip: one tensor `frames`,
+#: or a tensor for each VAE tile (`tile.0`, `tile.1`, ...).
 FRAMES, TILE = "frames", "tile"
 
 #: Tensors by name, such as the contents of a packet, or SVD's input image after `prepare`.
@@ -48,10 +48,11 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Partner rank of this rank. Both run the same steps; each evaluates one guidance branch."""
+    """The other rank of a pair. Both run the same steps; each evaluates one guidance branch."""
 
     branch: int
-    """Index of the guidance branch that this rank evaluates: 0 (the pipeline's first) or 1."""
+    """Guidance branch that this rank evaluates in each step: 0 for the one that the pipeline
+    evaluates first (or puts first in the batch), 1 for the other."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """Compute this rank's tensors, send them to the partner rank, and receive the partner's.

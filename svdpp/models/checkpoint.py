@@ -1,4 +1,4 @@
-"""Checkpoints in diffusers' format: search, downloads, and facts for the engine.
+"""Checkpoints in diffusers' format: search, downloads, checks, and the facts that ranks need.
 
 A checkpoint is untrusted: sizes in the configs are limited, checkpoints with code are refused, and
 every error is a `ModelError` that names the file.
@@ -63,7 +63,7 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 #: Suffixes of files that contain a whole model, which svdpp does not read.
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
-#: Classes of VAEs whose `enable_tiling` diffusers does not implement: SVD's.
+#: Classes of VAEs for which diffusers does not implement `enable_tiling`. It is SVD's VAE.
 _UNTILED_VAES = frozenset({"AutoencoderKLTemporalDecoder"})
 
 #: Rule for an input such as an image or a prompt: a clip needs, may have, or must not have the
@@ -81,8 +81,8 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Folders of the components for which a modular index names a variant, or another place than
-    `folder/NAME`. All other components are in `folder/NAME`."""
+    """Folders of the components for which the index of a modular pipeline names a variant, or a
+    place other than `folder/NAME`. All other components are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
@@ -103,20 +103,21 @@ class Checkpoint:
     family: str
     """Name of the model's family, such as `wan`."""
     classes: tuple[tuple[str, str], ...]
-    """Pairs of the name and the class name of each component, except the scheduler."""
+    """(Component name, class name) pairs of all components except the scheduler."""
     scheduler_class: str | None
     """Class name of the scheduler; None: the family's pipelines have no scheduler."""
     scheduler_config: Mapping[str, Any] = field(hash=False)
     """Values of the scheduler's config; empty if there is no scheduler."""
     size_multiple: tuple[int, int]
-    """Numbers of pixels of which the height and the width of a frame must be multiples."""
+    """A frame's height must be a multiple of the first number of pixels, its width of the
+    second."""
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
-    """Smallest and largest number of frames of a clip, and the reason for the two limits."""
+    """Smallest and largest number of frames of a clip, and the reason for these limits."""
     image_sizes: tuple[int, int] | None = None
-    """Limits of the size of clips from an image: `target` and `unit` of `check_image_size`, in
-    pixels. None: any size."""
+    """Arguments `target` and `unit` of `check_image_size`, in pixels, which limit the size of clips
+    from an image. None: any size is allowed."""
     image_use: InputUse
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
@@ -171,7 +172,7 @@ class Checkpoint:
 
     @property
     def external_components(self) -> dict[str, str]:
-        """Commit of each component that is in another repository, as `OWNER/NAME@COMMIT`."""
+        """`OWNER/NAME@COMMIT` by component name, for components in other repositories."""
         return {
             each.part: f"{each.repository}@{snapshot_commit(each.root)}"
             for each in self.component_folders
@@ -196,7 +197,7 @@ class Checkpoint:
         return next((file for file in self.denoisers if file.part == part), None)
 
     def components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the names of all components that a rank with the given roles loads."""
+        """Return the names of all components that a rank loads for its roles, such as encode."""
         spec = self.spec
         needed = {*spec.shared_components, *spec.own_guiders}
         if roles.encode:
@@ -208,7 +209,7 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the names of the components with weights that a rank with given roles loads."""
+        """Return the names of those components of `components_of` that have weights."""
         return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
@@ -243,21 +244,21 @@ class Checkpoint:
             raise RequestError(
                 f"the clip has {'an' if image else 'no'} image, but its sampling parameters "
                 f"have from_image={sampling.from_image}",
-                "set from_image accordingly",
+                f"set from_image={image}",
             )
         has_last = request.last_image is not None
         if has_last != sampling.has_last_image:
             raise RequestError(
                 f"the clip has {'a' if has_last else 'no'} `last_image`, but its sampling "
                 f"parameters have has_last_image={sampling.has_last_image}",
-                "set has_last_image accordingly",
+                f"set has_last_image={has_last}",
             )
         count = len(request.references)
         if count != sampling.num_references:
             raise RequestError(
                 f"the clip has {count} `references`, but its sampling parameters have "
                 f"num_references={sampling.num_references}",
-                "set num_references accordingly",
+                f"set num_references={count}",
                 details={"count": count, "num_references": sampling.num_references},
             )
 
@@ -307,7 +308,7 @@ class Checkpoint:
             raise RequestError(wrong, "leave `last_image` out", details={"reason": reason})
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
-        """Return the weight files of a component, each with the dtypes of the file's tensors.
+        """Return the dtypes of the tensors in each weight file of a component, by path.
 
         Raises:
             ModelError: A file is missing or damaged, or the weights are quantised.
@@ -334,10 +335,9 @@ class Checkpoint:
     def file_hashes(self, parts: Iterable[str] | None = None) -> dict[str, str]:
         """Return the SHA-256 of each weight file, in hex, by name of component and file.
 
-        A name is, for example, `vae/model.safetensors`. A GGUF file is named as if it were in the
-        folder of the component that it replaces. The first call reads all files of the model, which
-        takes about a second for each GB. Later calls, also in other processes, read only files that
-        have changed.
+        A name is, for example, `vae/model.safetensors`. The name of a GGUF file begins with the
+        component that it replaces. The first call reads the files completely, which takes about a
+        second for each GB. Later calls, also in other processes, read only files that have changed.
 
         Args:
             parts: Names of the components whose files are hashed; None: all components.
@@ -362,7 +362,7 @@ class Checkpoint:
         return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
 
     def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
-        """Return the weight files of those components that are in the checkpoint's own folder.
+        """Return the weight files of components, without those in other repositories.
 
         Args:
             parts: Names of components with weights.
@@ -390,7 +390,7 @@ class Checkpoint:
         Raises:
             ModelError: The scheduler's class rejects the config.
         """
-        import diffusers  # this import takes seconds, so it is not at the top of the module
+        import diffusers  # not at the top of the module, because this import takes seconds
 
         if self.scheduler_class is None:
             return None
@@ -467,10 +467,10 @@ def with_weights(
 ) -> Checkpoint:
     """Return `checkpoint` after downloading and checking the weights of `components`.
 
-    In a local folder, the weights of all components are checked, because the fingerprint covers all
-    of them. Components in other repositories are identified by their commits, so only those in
-    `components` are downloaded and checked. Denoisers that GGUF files replace are neither
-    downloaded nor checked.
+    For a local folder, the weights of all its components are checked, because the fingerprint
+    covers all of them. A component in another repository is identified by its commit, so it is
+    downloaded and checked only if it is in `components`. A denoiser that a GGUF file replaces is
+    not downloaded or checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -490,14 +490,14 @@ def with_weights(
     replaced = {file.part for file in denoisers}
     components = [part for part in components if part not in replaced]
     with _located(model) as local:
-        # Weights are downloaded from the commits that the configs are from, even if the hub's
-        # repositories have changed since.
+        # The weights must come from the same commits as the configs, even if the repositories on
+        # the hub have changed since.
         commits = component_revisions(checkpoint.external_components)
         model = replace(model, component_revisions=commits)
         if local is None:
             model = replace(model, revision=checkpoint.revision or model.revision)
-            # The configs of the default model were read from the copy in svdpp, so the downloaded
-            # configs are checked here.
+            # The configs of the default model were read from svdpp's copy. The configs that belong
+            # to the downloaded weights still have to be checked.
             checkpoint = _check_configs(model, download_configs(model), is_local=False)
         elsewhere = checkpoint.external_components.keys()
         absent = [part for part in components if local is None or part in elsewhere]
@@ -532,7 +532,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     except ModelError as error:
         hint = "copy or download the folder again, or `model` demo"
         if local is None:
-            # The hint names only the damaged file, because a model can have 126 GB.
+            # The hint downloads only the damaged file again, because a model can have 126 GB.
             file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"

@@ -1,4 +1,4 @@
-"""JSON configs of a checkpoint: reading and checks of the index and of the components' configs.
+"""Reading and checks of a checkpoint's JSON configs: the index, and the configs of the components.
 
 The configs are untrusted. A checkpoint is refused if it needs code, if it names a class that svdpp
 does not know, or if a size in a config is above its limit.
@@ -31,18 +31,19 @@ from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
 # File names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
-#: Further arguments of `CLASS.from_config(config)`, by class, if the config is that of another
-#: scheduler class. Hints of errors show them.
+#: Arguments that a scheduler class needs in `CLASS.from_config(config, ...)` if the config is from
+#: another scheduler class. The hint of an error shows the whole call.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
-#: Largest number of halvings of a VAE, which keeps numbers from untrusted configs small.
+#: Limit for N, the number of times that a VAE halves a side. Without a limit, an untrusted config
+#: could make 2 ** N a huge number.
 _MOST_HALVINGS = 16
-# Libraries whose classes components may have.
+# Libraries that a component's class may come from.
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
-#: Patterns of the allowed component classes, for component names that several families have.
+#: Patterns of the allowed classes, by component name, for components that several families have.
 _CLASSES = {
     "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
     r"Qwen2(_5_)?VLProcessor",
@@ -54,15 +55,16 @@ _CLASSES = {
     "vae": r"AutoencoderKL\w*",
 }
 _NO_CODE = "svdpp runs no code from a checkpoint"
-#: Config keys that make the libraries load other code or weights. `attn_implementation` can name a
-#: kernel on the hub, `transformers_weights` another file. `_attn_implementation_autoset` is only a
-#: flag and does not match.
+#: Config keys that make diffusers or transformers load other code or weights.
+#: `attn_implementation` can name a kernel on the hub, and `transformers_weights` another file. The
+#: harmless flag `_attn_implementation_autoset` does not match.
 _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
 )
-# Largest values of config keys that determine memory. For comparison, Wan 2.2 A14B has 40 layers,
-# LTX-2 a text width of 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
+# Largest allowed values of config keys on which memory depends. For comparison, Wan 2.2 A14B has 40
+# layers, LTX-2 a text width of 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000
+# positions.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
     (re.compile(r"image_size|patch_size"), 2**13),
@@ -80,8 +82,8 @@ def read_index(folder: Path, requested_family: str | None) -> tuple[JsonFile, st
 
     Args:
         folder: Folder of the checkpoint.
-        requested_family: Name of a family that can run the pipeline of the index. None: the default
-            family of the pipeline.
+        requested_family: Name of the family that the user asks for. None: the default family of the
+            pipeline.
 
     Returns:
         Index, and name of the family.
@@ -126,12 +128,12 @@ class Configs:
         self.index = index
         _refuse_code(folder)
         _check_blocks(index, spec)
-        #: Name of each component's class, by the name of the component.
+        #: Class name of each component, by component name.
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
-        #: Class name of the scheduler, and the values of its config. None and empty: the checkpoint
-        #: has no scheduler.
+        #: Class name of the scheduler, and below, the values of its config. If the family has no
+        #: scheduler, the class name is None, and the config is empty.
         self.scheduler_class: str | None = None
         if spec.schedulers:
             self.scheduler_class = self._find_scheduler(spec.schedulers)
@@ -148,7 +150,8 @@ class Configs:
         self.int8_denoisers: tuple[str, ...] = ()
         if spec.schedulers:
             config = _read_checked(folders["scheduler"], "scheduler_config.json")
-            config.refuse("solver_p", "is another scheduler, whose state no packet carries")
+            reason = "is a second scheduler, whose state svdpp cannot send to another rank"
+            config.refuse("solver_p", reason)
             if not spec.steps_use_generator:
                 reason = "draws noise in every step from torch's global generator"
                 config.refuse("stochastic_sampling", reason)
@@ -204,26 +207,26 @@ class Configs:
         return replace(config, values={**defaults, **config.values})
 
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
-        """Return the numbers of pixels of which sides must be multiples, also for this VAE.
+        """Return the numbers of pixels of which a frame's height and width must be multiples.
 
-        diffusers rounds other sides, and other numbers of frames, down to whole positions of the
-        latent, so that a clip would be smaller or shorter than it was requested.
+        Otherwise the clip would not fill whole positions of the latent. diffusers would round its
+        size, or its number of frames, down: the clip would be smaller or shorter than requested.
 
         Args:
-            size_multiple: Numbers of pixels for height and width, without regard to the VAE.
-            frames_unit: Number of which numbers of frames are a multiple, plus a constant; 1: the
-                family checks numbers of frames itself.
+            size_multiple: Multiples for height and width that the family needs apart from the VAE.
+            frames_unit: The family's clips have a multiple of this number of frames, plus a
+                constant. 1: the family checks the number of frames itself.
 
         Raises:
-            ModelError: The VAE makes one position of the latent of more frames than `frames_unit`,
-                or of a number that does not divide it.
+            ModelError: The number of frames that the VAE compresses to one does not divide
+                `frames_unit`.
         """
         vae = self.of("vae")
         side, frames = _compression(vae.values)
         if frames_unit > 1 and frames_unit % frames:
             raise vae.error(
-                f"the VAE compresses {frames} frames to one, but must compress {frames_unit}, or "
-                "a number that divides it",
+                f"the VAE compresses {frames} frames to one, but this number must divide "
+                f"{frames_unit}",
                 UNSUPPORTED_HINT,
                 details={"frames": frames, "frames_unit": frames_unit},
             )
@@ -232,9 +235,10 @@ class Configs:
 
 
 def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of pixels of a side, and of frames, for one position of the latent.
+    """Return a VAE's compression: in space (of height and width), and in time (of frames).
 
-    A number is 1 if the config does not have it, as that of a VAE of images lacks frames.
+    A compression that the config does not have is 1. For example, an image VAE does not compress
+    time.
     """
     scaling, blocks = vae.get("spatio_temporal_scaling"), vae.get("block_out_channels")
     side = frames = 1
@@ -250,12 +254,12 @@ def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _size(value: object, default: int = 1) -> int:
-    """Return a positive integer of a config; `default` if it is none."""
+    """Return a config's value if it is a positive integer, else `default`."""
     return value if type(value) is int and value > 0 else default
 
 
 def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = False) -> JsonFile:
-    """Read a component's config, and check that it loads no code and that no size is too large."""
+    """Read a component's config, and check that it loads no code and has no size above a limit."""
     config = component.read_json(name)
     for place, key, value in _entries_of(config.values):
         if key == QUANTISATION_KEY and value is not None:
@@ -278,9 +282,9 @@ def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = 
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield path, key and value of all entries of a config, including nested configs.
+    """Yield (path, key, value) of each entry of a config and of its nested configs.
 
-    The path of a nested key is written with dots, such as `text_config.num_hidden_layers`.
+    A path joins the keys with dots, such as `text_config.num_hidden_layers`.
     """
     if isinstance(values, Mapping):
         for key, value in values.items():
@@ -292,7 +296,7 @@ def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any
 
 
 def _families_of(pipeline: str) -> list[str]:
-    """Return the families that run a pipeline's checkpoints; the main one is first."""
+    """Return the families that run a pipeline's checkpoints; the default family is first."""
     main = FAMILY_OF_PIPELINE[pipeline]
     others = [name for name, spec in FAMILY_SPECS.items() if pipeline in spec.aliases]
     return [main, *(name for name in others if name != main)]
@@ -305,8 +309,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
         library, name = _entry(index, part)
         if name is None:
             continue
-        # Components from other modules are refused, because diffusers would import a module of any
-        # name.
+        # diffusers would import any module that the index names, so only known ones are allowed.
         if library not in (*_LIBRARIES, spec.pipeline_package):
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
@@ -324,7 +327,10 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return library and class of a component in the index; class None: there is no component."""
+    """Return a component's library and class name from the index.
+
+    The class name is None if the checkpoint does not have the component.
+    """
     entry = index.values.get(part)
     if isinstance(entry, list) and len(entry) == 2:
         return entry[0], entry[1]
@@ -333,7 +339,7 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     library, name, where = entry
     places = ("subfolder", "pretrained_model_name_or_path", "repo")
     if name is None and not any(map(where.get, places)):
-        # diffusers writes an entry without a place if a pipeline is saved without the component
+        # diffusers writes an entry without a place for a component that the saved pipeline lacks.
         return _LIBRARIES[0], None
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:
@@ -342,11 +348,11 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
-    """Check that a modular index names only blocks that are in `ModularSpec.blocks`.
+    """Check the blocks and guiders that the index of a modular pipeline names.
 
-    An index need not name its blocks. Of guiders, it may have entries only for those in
-    `own_guiders` of the spec. All other guiders must be those that diffusers creates without an
-    entry.
+    The blocks, if the index names any, must be in `ModularSpec.blocks`. Only the guiders in
+    `own_guiders` of the spec may have an entry. For all others, svdpp supports only the guider that
+    diffusers creates if there is no entry.
 
     Raises:
         ModelError: The index names other blocks, or has an entry for another guider.
@@ -374,7 +380,7 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
 
 def _refuse_code(folder: Path) -> None:
     """Check that the folder of a checkpoint has no files that contain or load code."""
-    # An adapter_config.json is refused, because it can name a repository to load.
+    # An adapter_config.json can name a repository from which the libraries would load weights.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
             _refuse_file(path.relative_to(folder).as_posix())

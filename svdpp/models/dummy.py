@@ -61,10 +61,11 @@ class DummyUNet(nn.Module):
 
 @dataclass(eq=False)
 class DummyModel:
-    """Dummy model with the interface of `EngineModel`: it encodes a seed and decodes black frames.
+    """Dummy model with the interface of `EngineModel`.
 
-    With `costs`, each encode, step and decode takes at least the seconds that `costs` has for
-    `rank`. So a CPU can imitate a slower device.
+    The encode draws noise from the seed, and the decode returns black frames. If `costs` is given,
+    each encode, step and decode takes at least the seconds that `costs` has for `rank`. So a fast
+    machine can imitate a slow device.
     """
 
     spec: LatentSpec
@@ -81,7 +82,7 @@ class DummyModel:
         self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
-        """Return a dummy model with equal weights for another number of steps and frames."""
+        """Return a dummy model with the same weights, for the steps and frames of `sampling`."""
         batch, channels, _, *size = self.spec.shape
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
@@ -110,7 +111,7 @@ class DummyModel:
             request: Request for the clip, of which only the seed is used.
 
         Returns:
-            Packet with the latent, (B, C, F, H, W) in the dtype of `spec`.
+            Clip's state before step 0: only the latent, (B, C, F, H, W) in the dtype of `spec`.
         """
         with self._lasting(CostModel.encode_on):
             generator = torch.Generator().manual_seed(request.seed)
@@ -132,16 +133,16 @@ class DummyModel:
         """Run steps `start` to `end` (exclusive). The latent is the only state between steps.
 
         Args:
-            tensors: Packet before step `start`.
-            start: First step.
-            end: Step before which the range ends.
+            tensors: Clip's state before step `start`, by tensor name.
+            start: Index of the first step.
+            end: Index after the last step.
             after_step: Callback that gets each step's index and its latent.
-            partner: Second rank of a pair. Each rank contributes half of the latent's elements, and
-                a step takes half of the seconds in `costs`. None: this rank contributes all
-                elements.
+            partner: Other rank, if two ranks share each step. Each of them contributes half of the
+                latent's elements, and a step takes half of the seconds in `costs`. None: this rank
+                does the whole step.
 
         Returns:
-            Packet after these steps.
+            Clip's state before step `end`.
         """
         latent = tensors[LATENTS]
         for step in range(start, end):
@@ -160,10 +161,10 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a step; return, by tensor name, the half of the latent that this rank contributes.
+        """Run a step, and store this rank's half of the new latent in `own`, which is returned.
 
-        If the number of elements is odd, both halves contain the middle element. The half is also
-        stored in `own`.
+        The latent is flattened. `branch` is 0 for the rank with the first half, and 1 for the
+        second. If the number of elements is odd, both halves contain the middle element.
         """
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
@@ -175,7 +176,7 @@ class DummyModel:
         """Return a small black frame for each latent frame; `costs` set how long this takes.
 
         Args:
-            tensors: Packet, which is not used.
+            tensors: Clip's state after the last step, which is not used.
 
         Returns:
             Frames, (F, 8, 8, 3) uint8, on the model's device.
@@ -187,7 +188,7 @@ class DummyModel:
         """Return the black frames of one part of a clip; `costs` set how long this takes.
 
         Args:
-            tensors: Packet, which is not used.
+            tensors: Clip's state after the last step, which is not used.
             part: Range of frames.
         """
         with self._lasting(CostModel.decode_on, part.fraction):
@@ -210,7 +211,7 @@ class DummyModel:
         """Join the decoded parts of a clip, and return all frames.
 
         Args:
-            tensors: Packet, which is not used.
+            tensors: Clip's state after the last step, which is not used.
             parts: Results of `decode_part`, in order.
 
         Returns:
@@ -222,7 +223,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep after the `with` block until it has taken `share` times the seconds in `costs`."""
+        """Sleep at the end of the `with` block, so that it takes `share` of the time in `costs`."""
         start = time.monotonic()
         yield
         if self.costs is not None:
@@ -231,7 +232,9 @@ class DummyModel:
 
 
 def count_flops(spec: LatentSpec, num_steps: int) -> PartFlops:
-    """Count the FLOPs of a step of the dummy model, on the meta device; encode and decode have 0.
+    """Count the FLOPs of one step of the dummy model, by a run on torch's meta device.
+
+    The encode and the decode count as 0 FLOPs.
 
     Args:
         spec: Shape and dtype of the latent.

@@ -1,7 +1,8 @@
 """Files of a model: JSON configs, names and headers of weight files; imports no torch.
 
-All files are untrusted. Errors of the libraries become a `ModelError`. Its message has no access
-tokens, and no URLs, which may contain tokens. `models.checkpoint` adds the model's name.
+All files are untrusted. Errors of diffusers, transformers and safetensors become a `ModelError`,
+whose message contains no access tokens and no URLs, which may contain tokens. `models.checkpoint`
+adds the model's name to the message.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from svdpp.errors import ModelError, first_line, is_out_of_memory, redact
 
-#: Hint of errors about a complete checkpoint that svdpp cannot run.
+#: Hint of errors about a checkpoint that is complete, but that svdpp cannot run.
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint of errors about quantised weights.
 QUANTISED_HINT = (
@@ -32,8 +33,8 @@ QUANTISED_HINT = (
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"
 
 _MAX_CONFIG_BYTES = 16 * 2**20
-# Number of bytes of each tensor that a fingerprint covers. A few suffice, because training changes
-# every number.
+# Number of bytes of each tensor that `fingerprint` hashes. A few bytes are enough to tell models
+# apart, because training changes every weight.
 _SAMPLED_BYTES = 64
 _WEIGHTS_HINT = (
     "`variant` fp16 reads files with .fp16 in the name; pickles (.bin) can run code and are not "
@@ -96,8 +97,8 @@ class JsonFile:
     repository, the repository's name follows."""
     values: Mapping[str, Any]
     hint: str = ""
-    """Hint of errors that have none of their own. "": the hint is to download the checkpoint
-    again."""
+    """Hint of errors about the file, if the error has no other hint. "": the hint is to download
+    the checkpoint again."""
 
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
@@ -106,7 +107,7 @@ class JsonFile:
 
         Args:
             message: Message without the name of the file.
-            hint: Fix for the user. "": the hint of this file.
+            hint: What the user can do. "": the hint of this file.
             details: Further details by name; None: no further details.
         """
         return ModelError(
@@ -119,7 +120,7 @@ class JsonFile:
         """Return the integer at `key`.
 
         Args:
-            key: Key of the file.
+            key: Key of the object.
             largest: Largest value that is allowed.
 
         Raises:
@@ -139,7 +140,7 @@ class JsonFile:
         Args:
             key: Key of the object.
             expected: The only value that svdpp supports.
-            reason: Reason why other values are not supported, as the last clause of the message.
+            reason: Reason why svdpp supports no other value. It is the end of the message.
 
         Raises:
             ModelError: The value is not `expected`.
@@ -152,15 +153,14 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that the value at `key` is false or missing. A list may have only false elements.
+        """Check that the value at `key` is missing, falsy, or a list of falsy values.
 
         Args:
             key: Key of the object.
-            reason: Effect of the key, as a clause such as "draws noise".
+            reason: Effect of the key, which follows "it" in the message, such as "draws noise".
 
         Raises:
-            ModelError: The value, or an element of the list, is true in Python's sense, such as
-                `true`, 1 or a text.
+            ModelError: The value, or an element of the list, is truthy, such as `true` or 1.
         """
         value = self.values.get(key)
         if any(value) if isinstance(value, list) else value:
@@ -178,7 +178,7 @@ def read_json(folder: Path, name: str, *, label: str = "", hint: str = "") -> Js
         folder: Folder of the checkpoint.
         name: Path of the file relative to `folder`.
         label: Name of the file in messages; "": `name`.
-        hint: Hint of errors about the file; "": to download the checkpoint again.
+        hint: Hint of errors about the file. "": the hint is to download the checkpoint again.
 
     Raises:
         ModelError: The file is missing, is not a regular file, cannot be read, or does not contain
@@ -193,7 +193,7 @@ def read_json(folder: Path, name: str, *, label: str = "", hint: str = "") -> Js
             values = json.loads(file.read(_MAX_CONFIG_BYTES))
     except OSError as error:
         raise ModelError(f"{label} cannot be read ({error.strerror})", hint) from error
-    # A file that is too long is read only in part, so its JSON is not valid either.
+    # A file above the size limit is cut off when it is read, so its JSON is invalid, too.
     except (ValueError, RecursionError) as error:
         raise ModelError(f"{label} does not hold valid JSON", hint, details=details) from error
     if not isinstance(values, dict):
@@ -274,7 +274,7 @@ def has_weights(part: str) -> bool:
 
 
 def is_tokenizer(part: str) -> bool:
-    """Whether a component is a tokenizer of text; tokenizers of sound are models with weights."""
+    """Whether a component is a text tokenizer. An audio tokenizer is a model with weights."""
     return part.startswith(("tokenizer", "text_tokenizer"))
 
 
@@ -284,14 +284,15 @@ class WeightNames(NamedTuple):
     single: str
     """Name of the file if one file contains all weights."""
     shards: tuple[str, str]
-    """Patterns of the names of shards: the present pattern of diffusers, and that until 2024."""
+    """Patterns of the names of shards: the one that diffusers uses now, and the one until 2024."""
     indices: tuple[str, str]
-    """Names of the index file that lists the shards: the present name in diffusers, and the name
+    """Names of the index file that lists the shards: the one that diffusers uses now, and the one
     until 2024."""
 
 
 def _weight_stem(part: str) -> str:
-    # transformers names the weight files of text and image encoders, diffusers all others.
+    # transformers saves text and image encoders, and diffusers all other components. The two
+    # libraries use different file names.
     return "model" if "_encoder" in part else "diffusion_pytorch_model"
 
 
@@ -318,7 +319,7 @@ def weights_pattern(component: ComponentFolder) -> str:
 
 
 def _file_names(component: ComponentFolder) -> list[str]:
-    # Only regular files are listed, because reading a pipe would never end.
+    # A named pipe is left out, because reading it would never end.
     return sorted(path.name for path in component.path.glob("*") if path.is_file())
 
 
@@ -331,9 +332,10 @@ def _has_names(component: ComponentFolder, variant: str | None) -> bool:
 def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
     """Return the variant in which a component's weights are read; None: the plain files.
 
-    As in diffusers, a component that lacks the variant is read from its plain files, but only if
+    A component may lack the requested variant. As in diffusers, its plain files are read then, if
     another component of the checkpoint has the variant. For a component in another repository, the
-    plain files are read without this condition.
+    plain files are always read then. In all other cases the requested variant is returned, and
+    `weight_files` reports its files as missing.
 
     Args:
         component: Folder of the component.
@@ -351,10 +353,10 @@ def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
 
 
 def weight_files(component: ComponentFolder, variant: str | None) -> list[Path]:
-    """Return the weight files of a component that diffusers and transformers read.
+    """Return the weight files that diffusers or transformers reads for a component.
 
-    The result is a single file, or the shards that an index lists. If both exist, diffusers reads
-    the shards and transformers reads the single file.
+    The result is a single file, or the shards that an index lists. If both exist, it is the shards
+    for a component of diffusers, and the single file for one of transformers.
 
     Args:
         component: Folder of the component.
@@ -390,7 +392,7 @@ def _shards(
                 f"the index lists {short_repr(name)}, which is not the name of a shard"
             )
     shards = sorted({*map(str, files)})
-    # Shards are missing after an interrupted download, for example.
+    # An interrupted download can leave shards missing.
     if missing := {*shards} - {*names}:
         raise index.error(
             f"{len(missing)} of {len(shards)} shards are missing",
@@ -415,9 +417,9 @@ def read_dtypes(path: Path) -> list[str]:
 def fingerprint(files: Mapping[str, Path]) -> str:
     """Return the SHA-256 of the headers of weight files and of 64 bytes of each tensor, in hex.
 
-    This reads a few hundred KB instead of several GB. The result differs for models that were
-    trained differently, because training changes every number. Only `Checkpoint.file_hashes`
-    detects every change.
+    This reads a few hundred KB instead of several GB. Models that were trained differently have
+    different fingerprints, because training changes every weight. To detect a change of any byte,
+    use `Checkpoint.file_hashes`.
 
     Args:
         files: Weight files by name. The name, such as `vae/model.safetensors`, is hashed, too.
@@ -426,7 +428,7 @@ def fingerprint(files: Mapping[str, Path]) -> str:
         ModelError: A file cannot be read, or is damaged.
     """
     digest = hashlib.sha256()
-    # The names are sorted as paths: by folder, then by file name.
+    # Sort the names as paths: by folder first, then by file name.
     for name in sorted(files, key=PurePosixPath):
         path = files[name]
         digest.update(name.encode() + b"\0")
@@ -452,7 +454,7 @@ def read_safetensors_header(path: Path) -> tuple[bytes, dict[str, Any]]:
     """
     label = f"{path.parent.name}/{path.name}"
     try:
-        # The library checks that the tensors fill the file without gaps.
+        # `safe_open` also checks that the tensors fill the file without gaps.
         with path.open("rb") as file, safe_open(path, framework="np"):
             header = file.read(int.from_bytes(file.read(8), "little"))
     except OSError as error:

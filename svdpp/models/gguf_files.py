@@ -23,11 +23,11 @@ from svdpp.models.files import display_name, short_repr
 
 
 class TensorType(NamedTuple):
-    """Data type of a tensor in a GGUF file. Numbers are stored in blocks, all of one size."""
+    """Data type of a tensor in a GGUF file, which stores values in blocks of a fixed size."""
 
     name: str
     numbers: int
-    """Number of values in a block. It must divide the last axis of a tensor."""
+    """Number of values in a block. It must divide the size of a tensor's last axis."""
     size: int
     """Size of a block in bytes."""
 
@@ -67,12 +67,12 @@ class GgufTensor(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether diffusers dequantises the tensor at each use, as it does even for BF16."""
+        """Whether diffusers dequantises the tensor at each use: all types except F32 and F16."""
         return self.type.name not in ("F32", "F16")
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor's data as uint8: the last axis counts bytes instead of numbers."""
+        """Shape of the tensor's data as uint8: the last axis counts bytes instead of values."""
         return (*self.shape[:-1], self.shape[-1] // self.type.numbers * self.type.size)
 
     @property
@@ -85,8 +85,8 @@ class GgufTensor(NamedTuple):
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-#: Limits of the counts in a header. For comparison, a GGUF file of Wan 2.2 A14B has 1095 tensors
-#: and a few dozen metadata keys.
+#: Limits for the counts in a header, which is untrusted. For comparison, a GGUF file of Wan 2.2
+#: A14B has 1095 tensors and a few dozen metadata keys.
 MAX_TENSORS = 2**16
 _MAX_KEYS = 2**12
 _MAX_TEXT_BYTES = 2**16
@@ -94,13 +94,13 @@ _MAX_ELEMENTS = 2**20
 _MAX_DIMS = 8
 _MAX_ALIGNMENT = 2**16
 _ALIGNMENT_KEY = "general.alignment"
-#: Sizes in bytes of the metadata types with a fixed size, by type number.
+#: Sizes in bytes of metadata values, by type number. Texts and arrays have no fixed size.
 _VALUE_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UINT32, _TEXT, _ARRAY = 4, 8, 9
 
 
 class _Reader:
-    """Reader of a GGUF header, which raises ModelError instead of reading beyond the file's end."""
+    """Reader of a GGUF header. It raises ModelError if the file ends within the header."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -220,9 +220,11 @@ def _skip_values(reader: _Reader, count: int) -> int:
 
 
 def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
-    """Read the header's next tensor entry; return the name, type and shape, and offset in bytes.
+    """Read the next tensor entry of the header.
 
-    The offset counts from the beginning of the tensors' data.
+    Returns:
+        Name of the tensor; its type and shape; and its offset in bytes from the beginning of the
+        tensors' data.
     """
     name = reader.text("the name of a tensor")
     num_dims = reader.bounded(f"the number of axes of {short_repr(name)}", _MAX_DIMS, 4)

@@ -1,8 +1,8 @@
 """SHA-256 of whole files, with a cache; imports no torch.
 
 Hashing 100 GB takes minutes, so hashes are cached in memory and in `~/.cache/svdpp/sha256.json` (or
-below `XDG_CACHE_HOME`). A cached hash is used only if size, inode, modification time and change
-time of the file are the same. Programs such as `touch` cannot set the change time.
+below `XDG_CACHE_HOME`). A cached hash is used only if the file's size, inode, modification time and
+change time (ctime) have not changed. Programs such as `touch` cannot set the change time.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-#: Age in seconds that a file's last change must have before its hash is cached. A younger file may
-#: change again without getting a new time stamp.
+#: Seconds that must have passed since a file's last change before its hash is cached. Within this
+#: time, the file may change again without getting a new time stamp.
 SETTLED_SECONDS = 2.0
 _THREADS = 4
 _MAX_ENTRIES = 10_000
 _MAX_CACHE_BYTES = 2**24
 
 _lock = threading.Lock()
-#: State (size, inode, times) and SHA-256 of each file, by absolute path. None: the cache file has
-#: not been read yet.
+#: Cache in memory: state (size, inode, times) and SHA-256 of each file, by absolute path. None: the
+#: cache file has not been read yet.
 _known: dict[str, tuple[list[int], str]] | None = None
 
 
@@ -104,7 +104,7 @@ def _write(entries: dict[str, tuple[list[int], str]]) -> None:
     for key in list(entries)[:-_MAX_ENTRIES]:
         del entries[key]
     path = _cache_path()
-    with suppress(OSError):  # without a cache file, files are only hashed again
+    with suppress(OSError):  # if the cache cannot be written, files are just hashed again
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".sha256-")
         try:

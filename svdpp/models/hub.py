@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face hub; imports no torch.
 
-Errors of `huggingface_hub` become a `ModelError`, whose message has no access tokens, and no URLs,
-which may contain tokens.
+Errors of `huggingface_hub` become a `ModelError`, whose message contains no access tokens and no
+URLs, which may contain tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from svdpp.models.files import (
     weights_pattern,
 )
 
-#: Patterns of the files without weights (a few megabytes), for models of all families.
+#: Patterns of all files of a model except weights, for all families. They have a few megabytes.
 _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*"),
@@ -34,7 +34,7 @@ _CONFIG_PATTERNS = (
 )
 # Patterns of files without weights, in the folder of any component.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Patterns of pickles and programs, which a tokenizer's folder may contain.
+# Patterns of pickles and programs. They can run code, and a tokenizer's folder may contain some.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 
@@ -57,7 +57,7 @@ def download_configs(model: ModelConfig) -> Path:
 
 
 def download_component_configs(model: ModelConfig, subfolders: Collection[str]) -> Path:
-    """Download all small files of components, such as configs, unless the cache has them.
+    """Download the configs and other small files of components, unless the cache has them.
 
     Args:
         model: Repository of the components, with revision.
@@ -86,8 +86,8 @@ def download_weights(model: ModelConfig, components: Iterable[ComponentFolder]) 
         ModelError: The hub cannot be reached or denies access, or the disk is full.
     """
     components = list(components)
-    # The second pass, with the variant None, downloads plain files for components that lack the
-    # variant.
+    # The first pass downloads the files of the requested variant. The second pass (None) downloads
+    # the plain files of components that lack the variant.
     for variant in dict.fromkeys((model.variant, None)):
         absent = [each for each in components if not _has_weights(each, model.variant)]
         if not absent:
@@ -108,7 +108,8 @@ def download_weights(model: ModelConfig, components: Iterable[ComponentFolder]) 
             )
 
 
-# The result is cached, so that a process uses one commit even if the hub's repository changes.
+# The result is cached, so that a process uses the same commit throughout, even if the repository on
+# the hub changes meanwhile.
 @functools.cache
 def fetch_snapshot(
     name: str, revision: str | None, local_files_only: bool, patterns: tuple[str, ...], bar: Any
@@ -118,7 +119,7 @@ def fetch_snapshot(
     Args:
         name: Hub id of the repository.
         revision: Branch, tag or commit; None: the main branch.
-        local_files_only: Whether the cache must have all files, so that nothing is downloaded.
+        local_files_only: Whether only files in the cache are used, and nothing is downloaded.
         patterns: Patterns of the paths of the files.
         bar: Class of the progress bar; None: the bar of `huggingface_hub`.
     """
@@ -156,14 +157,14 @@ def hub_errors(
 ) -> Iterator[None]:
     """Turn errors of `huggingface_hub` in the `with` block into a `ModelError`.
 
-    The messages of `huggingface_hub` are left out, because they contain URLs and advice for other
-    programs.
+    The new message does not quote that of `huggingface_hub`, which contains URLs and advice for
+    other programs.
 
     Args:
         model: Model that the block downloads.
         missing: Names of the components whose weights the block downloads, for the message.
-        patterns: Patterns of the files that the block downloads. The hint's `hf download` gets only
-            these files, because a whole model can have 126 GB.
+        patterns: Patterns of the files that the block downloads. The hint is an `hf download`
+            command for these files only, because a whole model can have 126 GB.
 
     Raises:
         ModelError: A download failed.

@@ -10,7 +10,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
 
     Args:
         target: Side of a square clip in pixels. Clips of other shapes have about the same area.
-        unit: Number of pixels. Height and width are multiples of it.
+        unit: Number of pixels of which height and width are multiples.
         height: Height of the clip in pixels.
         width: Width of the clip in pixels.
 
@@ -20,7 +20,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     from diffusers.pipelines.hunyuan_video1_5 import image_processor  # this import takes seconds
 
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
-    kept = (  # the pipeline changes all other sizes
+    kept = (  # sizes that the pipeline keeps; it changes all others
         size
         for size in image_processor.generate_crop_size_list(target, unit)
         if processor.calculate_default_height_width(*size, target) == size

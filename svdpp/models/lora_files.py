@@ -1,7 +1,7 @@
 """Search for LoRA files, and checks of their tensors before any rank starts; imports no torch.
 
-No tensor of a file is dropped silently: ranks load it, the file is refused, or the tensor is
-counted as ignored.
+No tensor of a file is dropped silently. Ranks load the tensor, or the file is refused, or the
+tensor is counted as ignored.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from svdpp.errors import ModelError, RequestError
 from svdpp.models.added_files import check_experts, find_file
 from svdpp.models.files import display_name, read_safetensors_header, short_repr
 
-# File name that diffusers gives to LoRAs, used if only a folder or a repository is named.
+# diffusers' default name of LoRA files, used if the user names only a folder or a repository.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
-#: Number of LoRAs of clips that a rank keeps loaded for each denoiser, including those of the
-#: current clip. The number is small, because a LoRA takes 1 to 5 % of the denoiser's memory. It is
-#: above two, because requests of several users alternate. A loaded LoRA that is not active neither
-#: slows down steps nor changes bits.
+#: Number of LoRAs requested by clips that a rank keeps loaded for each denoiser, including those of
+#: the current clip. (LoRAs of the model itself always stay loaded.) The number is small, because a
+#: LoRA takes 1 to 5 % of the denoiser's memory. It is above two, because requests of several users
+#: alternate. A loaded LoRA that is not active does not slow down steps, and changes no bits.
 CLIP_LORAS_KEPT = 4
 
 #: Key under which diffusers writes an adapter's config into the metadata of a safetensors file.
@@ -43,17 +43,18 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #   blocks.0.norm3.diff                               ignored: diffusers does not load such tensors
 #   any other tensor that fits no weight              the file is refused by the rank that loads it
 
-#: Tensor names of other adapters than plain LoRAs, such as DoRA. A plain LoRA has two factors for
-#: each weight, whose product is added to the weight.
+#: Names of tensors in adapters that are not plain LoRAs, such as DoRA. A plain LoRA has two factors
+#: for each weight, and adds their product to the weight.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
-#: Tensor names of parts that a model may lack: text encoders, and layers for an image embedding.
+#: Names of tensors that change a text encoder, or layers for an image embedding. Ranks load LoRAs
+#: only into denoisers, and not every denoiser has such layers.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Tensor names of changes to normalisation layers. diffusers removes these tensors from LoRAs for
-#: Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Names of tensors that change normalisation layers. diffusers drops these tensors when it loads a
+#: LoRA for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
-#: Tensor names of changes to Wan's time projection. If a file changes only its bias, and not its
-#: weight, diffusers removes these tensors, too.
+#: Names of tensors that change Wan's time projection. If a file changes only the bias of the
+#: projection, and not the weight, diffusers drops these tensors.
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.
 _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
@@ -85,7 +86,7 @@ class LoraFile:
         assert self.lora.sha256 is not None
         weight = f"{self.lora.weight:g}"
         if float(weight) != self.lora.weight:
-            weight = repr(self.lora.weight)  # `g` rounds to six digits
+            weight = repr(self.lora.weight)  # the format `g` would round to six digits
         return f"{self.lora.sha256[:16]}:{weight}:{self.part}"
 
     @property
@@ -103,13 +104,13 @@ class LoraFile:
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return the model part that a LoRA's tensor changes, if the tensor must be ignored; else None.
+    """Return the model part that a LoRA's tensor is for if the tensor is ignored, else None.
 
     Args:
         key: Name of the tensor in the file.
         checkpoint: Checked checkpoint.
-        has_time_weight: Whether the file changes the weight of Wan's time projection, and not only
-            the bias.
+        has_time_weight: Whether the file changes the weight of Wan's time projection. False: it
+            changes only the bias, or neither.
     """
     if _TEXT_ENCODER.search(key):
         return "adapter of a text encoder"
@@ -157,14 +158,17 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
     for name in sorted(entries.keys() - ignored):
         if found := _OTHER_ADAPTERS.search(name):
             raise ModelError(
-                f"the tensor {short_repr(name)} is of an adapter that is not a LoRA "
+                f"the tensor {short_repr(name)} is of an adapter that is not a plain LoRA "
                 f"({found[0]}), which diffusers' video pipelines do not load",
                 "use a plain LoRA, or merge the adapter into the model's weights",
                 details={"tensor": name},
             )
         _check_pair(name, entries)
     if entries.keys() <= ignored.keys():
-        raise ModelError("no tensor in the file is for a part that the model has")
+        raise ModelError(
+            "no tensor in the file is for a part that the model has",
+            "use a LoRA that was trained for this model",
+        )
     return dict(Counter(ignored.values()))
 
 
@@ -252,11 +256,12 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return a LoRA for each safetensors file of a folder; with two experts, two for each file.
+    """Return a LoRA for each safetensors file of a folder, once for each expert of the model.
 
     Args:
         folder: Folder, whose subfolders are not searched.
-        num_experts: Number of denoisers of the model. Each of two experts can load each file.
+        num_experts: Number of denoisers of the model. For 2, the result has two LoRAs for each
+            file, because either expert can load the file.
 
     Raises:
         RequestError: The path is not a folder, or the folder has no safetensors file.
@@ -273,7 +278,7 @@ def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
 
 
 def lora_stem(lora: Lora) -> str:
-    """Return the file name of a LoRA without folder and suffix, which HTTP requests use."""
+    """Return a LoRA's file name without folder and suffix: its name in HTTP requests."""
     return Path(lora.name).stem
 
 
@@ -302,10 +307,10 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Return the most bytes of LoRA files that a rank can keep loaded for one denoiser.
+    """Return the maximum size, in bytes, of the LoRAs that a rank keeps loaded for one denoiser.
 
-    That is the sum of all LoRAs of the model, and of the `CLIP_LORAS_KEPT` largest LoRAs of clips.
-    For a model with two experts, it is the larger of their two sums.
+    It is the size of all LoRAs of the model, plus that of the `CLIP_LORAS_KEPT` largest LoRAs that
+    clips may use. For a model with two experts, it is the larger of the experts' two sizes.
 
     Raises:
         ModelError: A file is missing or damaged.

@@ -1,8 +1,8 @@
 """Estimate of a model's memory and FLOPs from the configs of a checkpoint, without weights.
 
-The real code of encode, steps and decode runs. Weights of the components are fake tensors, which
-have a shape but no data. In place of a component's result, the pipeline gets zeros of the same
-shape. During the run, the bytes of all storages, or the FLOPs of operations, are counted.
+The estimate runs the real code of encode, steps and decode. The components compute with fake
+tensors, which have a shape but no data, and the pipeline gets zeros in place of their results.
+During the run, the bytes of all tensors and the FLOPs of all operations are counted.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def estimate(
 ) -> MemoryEstimate:
     """Estimate the memory of encode, steps and decode of a model.
 
-    The estimate takes some seconds of one CPU core. It changes no state that threads share, so
-    other threads can compute meanwhile.
+    The estimate takes some seconds of one CPU core. It changes none of torch's global settings, so
+    other threads can use torch meanwhile.
 
     Args:
         checkpoint: Checked checkpoint. Only its configs are read, and the headers of those weight
@@ -92,10 +92,10 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     """Turn errors of diffusers in the `with` block into a `RequestError` about the clip's size."""
     try:
         yield
-    except SvdppError:  # most types of SvdppError are RuntimeErrors or ValueErrors too
+    except SvdppError:  # must pass unchanged, but is often a RuntimeError or ValueError, too
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        # For example, the model's table of positions is too short for the clip.
+        # For example, the model's table of position embeddings is too short for the clip.
         problem = first_line(error)
         if isinstance(error, AssertionError) and not str(error):
             problem = str(traceback.extract_tb(error.__traceback__)[-1].line)
@@ -147,16 +147,16 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: Attention backend that holds the whole matrix of attention weights in memory at once.
+#: diffusers' name of the attention backend that stores the whole matrix of attention weights.
 _MATH = "_native_math"
-#: FLOP formula of the CPU's attention kernel; torch has formulas only for the kernels of GPUs.
+#: FLOP formula of the attention kernel on CPUs. torch has formulas only for those on GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 class FlopCounter(TorchDispatchMode):
     """Counter of FLOPs with the formulas of torch's `FlopCounterMode`.
 
-    `FlopCounterMode` itself registers global module hooks, which would also run in other threads.
+    It replaces `FlopCounterMode`, whose global module hooks would also run in other threads.
     """
 
     def __init__(self) -> None:
@@ -179,15 +179,15 @@ class FlopCounter(TorchDispatchMode):
 
 
 class _ConstructionMode(TorchFunctionMode):
-    """Mode that sets a default dtype in this thread only, while modules get fake weights.
+    """Mode for the construction of modules with fake weights: a default dtype for this thread only.
 
     `torch.set_default_dtype` would change the default dtype of all threads. Instead, this mode
-    converts results that have torch's default dtype, such as new tensors and quotients of integers.
-    It does not convert a result if the call names a dtype, or if an argument already has the
+    converts each result that has torch's default dtype, such as a new tensor or a quotient of
+    integers. A result is not converted if the call names a dtype, or if an argument already has the
     default dtype.
 
-    Fake weights have no data, so a condition on their values counts as false. Constructors have
-    such conditions only to decide whether initial weights are drawn again.
+    Fake weights have no data, so a condition on their values counts as false. Constructors use
+    such conditions only to decide whether they draw initial weights again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -217,7 +217,7 @@ class _ConstructionMode(TorchFunctionMode):
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
     """Return all parameters and buffers of a module, except those of the submodules `without`.
 
-    A weight that TorchAO has quantised counts as its several inner tensors.
+    A weight that TorchAO has quantised is replaced by its inner tensors, such as data and scale.
     """
     named = chain(module.named_parameters(), module.named_buffers())
     weights: list[torch.Tensor] = []
@@ -233,10 +233,10 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
 
 
 def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
-    """Check that a component's config describes the shapes of the weight files.
+    """Check that a component's config and its weight files agree on the shapes of the weights.
 
-    Without this check, an operation would fail as if the clip's size were wrong. Weights that have
-    not been downloaded, or that the library renames, are not compared.
+    Without this check, the run would fail in some operation, and the error would blame the clip's
+    size. Weights that have not been downloaded, or that the library renames, are not compared.
 
     Raises:
         ModelError: A weight in a file does not have the shape that the config describes.
@@ -266,8 +266,8 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 class FakeModel:
     """Model whose components have fake tensors as weights.
 
-    Meta tensors cannot replace fake tensors, because operations on meta tensors do not choose the
-    CPU's kernels. This matters for attention, whose CPU kernel never stores the whole matrix.
+    Meta tensors would not do: torch does not choose the CPU's kernels for them. This matters for
+    attention, because its CPU kernel never stores the whole matrix of attention weights.
     """
 
     def __init__(
@@ -289,8 +289,8 @@ class FakeModel:
         """FLOPs of the last encode, steps or decode that was measured; 0 if FLOPs are not
         counted."""
         self._counts_flops = counts_flops
-        # Peak bytes, FLOPs and result of each call of a component, by method and input shapes.
-        # Equal calls, such as both branches of the guidance, run once.
+        # Peak bytes, FLOPs and result of each measured call, by component, method and input shapes.
+        # Equal calls, such as those for the two guidance branches, are measured once.
         self._known: dict[Any, tuple[int, int, Any]] = {}
         parts = {}
         self._files = {file.part: file for file in find_denoisers(model, are_hashed=False)}
@@ -322,8 +322,9 @@ class FakeModel:
     def num_steps(self) -> int:
         """Number of steps to measure; usually two, because the second step needs more memory.
 
-        All steps are measured in two cases: for a model with two experts if a denoiser is
-        quantised, and for a modular pipeline, whose decode needs the packet after the last step.
+        All steps are measured in two cases: if the model has two experts and is quantised, so that
+        the experts can differ, and for a modular pipeline, whose decode needs the state after the
+        last step.
         """
         steps = self._sampling.num_inference_steps
         are_quantised = self._files or self._checkpoint.int8_denoisers
@@ -332,7 +333,7 @@ class FakeModel:
         return steps if differ or is_modular else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        """Run the encode of a clip; return the packet, and the memory of the encode."""
+        """Run a clip's encode; return its state (packet) before step 0, and the encode's memory."""
         source = blank_input(self._sampling, whole=True)
         prepared: PreparedInput = {} if source is None else self._model.prepare(source)
         request = ClipRequest(
@@ -342,9 +343,9 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps; return the packet, and the memory of a rank's steps.
+        """Run `num_steps` steps; return the clip's state (packet), and the memory of the steps.
 
-        If the model has two experts, the memory is that of a rank with the larger one.
+        If the model has two experts, the memory is that of a rank with the larger expert.
         """
         roles = Roles(encode=False, denoise=True, decode=False)
         steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
@@ -354,7 +355,7 @@ class FakeModel:
         return result, memory._replace(weight_bytes=max(memory.weight_bytes, *sizes))
 
     def decode(self, packet: Tensors) -> PartMemory:
-        """Run the decode of a packet, and return its memory."""
+        """Run the decode of a clip's state (packet), and return the memory of the decode."""
         roles = Roles(encode=False, denoise=False, decode=True)
         decode = partial(self._model.decode_with, packet, lambda video, **_: video[:, :, :1])
         return self._measured(roles, packet, decode)[1]
@@ -364,7 +365,7 @@ class FakeModel:
             module = load.build_module(cls, self._checkpoint.component_folder(part).path)
         kept = set(load.fp32_parameters(module, dtype))
         with self._fake:
-            # Constructors create some parameters in float32.
+            # Some constructors name float32 explicitly, so convert their parameters here.
             for name, parameter in module.named_parameters():
                 parameter.data = parameter.data.to(torch.float32 if name in kept else dtype)
         return module.eval()
@@ -375,8 +376,9 @@ class FakeModel:
         """Run `work`, and return its result and the memory of a rank with the given roles.
 
         Args:
-            roles: Roles of the rank, which determine the components that count.
-            received: Packet or prepared image that the rank has before `work`, and that counts.
+            roles: Roles of the rank. Only the weights that these roles need are counted.
+            received: Tensors that the rank holds before `work`: a packet or the prepared image.
+                Their bytes count as activations.
             work: Function that runs the encode, steps or the decode.
         """
         weights_of = {
@@ -393,7 +395,7 @@ class FakeModel:
         self.flops = 0
         with ExitStack() as patches:
             for part, module in self._modules.items():
-                # `update_wrapper` keeps the signatures of methods, which pipelines inspect.
+                # Pipelines inspect the signatures of these methods; `update_wrapper` keeps them.
                 methods = {
                     name: update_wrapper(partial(self._call, part, method), method)
                     for name, method in component_methods(module).items()
@@ -405,10 +407,10 @@ class FakeModel:
         return result, PartMemory(weights, self._tracker.peak_above_start)
 
     def _call(self, part: str, real: Any, *args: Any, **kwargs: Any) -> Any:
-        """Measure a component's method on fake tensors; return real zeros in place of its result.
+        """Measure a component's method on fake tensors, and return zeros in place of its result.
 
-        The zeros are on the CPU, with the result's shapes and dtypes. Calls with inputs of the same
-        shapes are measured once.
+        The zeros are real CPU tensors with the result's shapes and dtypes. Calls with inputs of the
+        same shapes are measured once.
         """
         if self._inside:
             return real(*args, **kwargs)
@@ -423,7 +425,7 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Call a method on fake tensors; return peak bytes, FLOPs, and the result on meta."""
+        """Call a method on fake tensors; return peak bytes, FLOPs, and meta tensors as result."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
@@ -432,8 +434,8 @@ class FakeModel:
                 counter = FlopCounter()
                 if self._counts_flops:
                     modes.enter_context(counter)
-                # The tracker is entered after the fake mode, so that it does not see the temporary
-                # tensors by which fake kernels derive shapes.
+                # Fake kernels create temporary tensors to derive shapes. The tracker is entered
+                # after the fake mode, so it does not count them.
                 with MemoryTracker(known, self._workspace_threads) as tracker, ExitStack() as tiles:
                     if self._checkpoint.spec.decodes_in_tiles and is_tiled(module):
                         for half in (module.encoder, module.decoder):
@@ -462,13 +464,13 @@ def is_tiled(module: Any) -> bool:
 
 
 class _RepeatedTiles:
-    """Stand-in for `forward` of a VAE's encoder or decoder that measures each size of tile once.
+    """Replacement of a VAE encoder's or decoder's `forward` that measures each tile size once.
 
-    A call on fake tensors takes half a second of CPU time for Wan, and a clip has hundreds of
-    calls. Wan calls its encoder or decoder once for each frame of a tile's latent, with a cache
-    that is new for each tile. From the third frame on, all calls of a tile take the same memory.
-    So calls differ only in the shape of their input, and in their number within the tile: 0, 1, or
-    2 for all further calls. Of equal calls, only the first is measured.
+    For Wan, a call on fake tensors takes half a second of CPU time, and a clip has hundreds of
+    calls. Wan calls its encoder or decoder once for each frame of a tile's latent, with a new cache
+    for each tile. From the third frame of a tile on, all calls take the same memory. So two calls
+    are equal if their inputs have the same shape, and if both are the first, the second, or a later
+    call of their tile. Of equal calls, only the first is measured.
 
     Args:
         forward: The module's own `forward`.
@@ -482,15 +484,16 @@ class _RepeatedTiles:
         self, forward: Callable[..., torch.Tensor], tracker: MemoryTracker, counter: FlopCounter
     ) -> None:
         self._forward, self._tracker, self._counter = forward, tracker, counter
-        # Measurements by shape of the input and number of the call: peak bytes above `_base`,
-        # FLOPs, and shape and dtype of the result. `_base` is the number of bytes before the tile,
-        # plus the bytes of the results of the tile's earlier calls.
+        # Measured calls, by shape of the input and number of the call in its tile (0, 1, or 2 for
+        # all later calls). A value has the peak bytes above `_base`, the FLOPs, and the result's
+        # shape and dtype. `_base` is the number of bytes before the tile, plus those of the results
+        # of the tile's earlier calls.
         self._known: dict[Any, tuple[int, int, torch.Size, torch.dtype]] = {}
         self._cache: Any = None
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Measure a call if no equal call was measured; return an empty tensor as its result."""
+        """Measure the call unless an equal one was measured; return a tensor without values."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile

@@ -1,7 +1,7 @@
 """Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions.
 
-Temporary memory of other kernels is not counted, because torch tells only for CPU convolutions
-which kernel runs.
+The temporary memory of other kernels is not counted: only for CPU convolutions can torch be asked
+which kernel it would run.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from svdpp.models.engine.records import tensors_in
 class MemoryTracker(TorchDispatchMode):
     """Tracker of the bytes of all tensors (real or fake) that exist during a `with` block.
 
-    `current` is the number of bytes of all present storages. `peak` is the highest number so far,
-    including temporary bytes of convolutions.
+    `current` is the number of bytes of all storages that exist now. `peak` is the highest number so
+    far, including the temporary bytes of convolutions.
 
     Args:
         known: Tensors that exist before the block.
-        workspace_threads: Number of intra-op threads of a rank on a CPU, for the temporary bytes of
-            convolutions. None: temporary bytes are not counted.
+        workspace_threads: Number of intra-op threads of the CPU rank whose memory is estimated. It
+            decides the kernels of convolutions, and so their temporary bytes. None: temporary
+            bytes are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:
@@ -44,8 +45,8 @@ class MemoryTracker(TorchDispatchMode):
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The model Helios factorises a matrix that only rounding errors keep from being singular.
-        # The check of the result may fail on this CPU and pass on the ranks' devices.
+        # Helios factorises a matrix that is singular up to rounding errors. torch's check of the
+        # result can fail on this CPU and pass on the ranks' devices, so the check is skipped.
         if func is torch.ops.aten._linalg_check_errors.default:
             return None
         result = None
@@ -108,9 +109,9 @@ _WITHOUT_DATA: Mapping[Any, Any] = {
 def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_threads: int) -> int:
     """Return the temporary bytes of a CPU convolution, for the kernel that torch chooses.
 
-    oneDNN copies input and weight into blocks of channels, frees both copies, and then copies the
-    result out of blocks (ATen/native/mkldnn/Conv.cpp). The plain kernels copy each patch of the
-    input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
+    oneDNN copies the input and the weight into its blocked layout. It frees both copies before it
+    copies the result back to the plain layout (ATen/native/mkldnn/Conv.cpp). torch's plain kernels
+    copy each patch of the input into a column of a matrix (ATen/native/ConvolutionMM2d.cpp and 3d).
     """
     tensor, weight = args[0], args[1]
     backend = convolution_backend(args, num_threads)
@@ -125,14 +126,17 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
 def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
-    `torch._C._select_conv_backend` assumes the number of threads of this process. The number
-    matters only if height and width of the weight are 1. With one thread, torch then uses oneDNN
-    only for 16 or more images, a stride, or a dilation (`use_mkldnn` in
-    ATen/native/Convolution.cpp).
+    `torch._C._select_conv_backend` answers for this process, which can have another number of
+    threads. The number matters only for float32 weights whose height and width are 1. For them,
+    one thread uses oneDNN only if the batch has 16 or more images, or if a stride or dilation is
+    above 1 (`use_mkldnn` in ATen/native/Convolution.cpp).
 
     Args:
         args: Arguments of `aten.convolution`.
         num_threads: Number of intra-op threads of the process that will run the convolution.
+
+    Returns:
+        torch's name of the kernel, such as `Mkldnn` (oneDNN) or `Slow3d` (plain).
     """
     tensor, weight, bias, stride, padding, dilation, is_transposed, *rest = args
     depends_on_threads = (
@@ -143,8 +147,8 @@ def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     if depends_on_threads and num_threads == 1:
         return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
     if depends_on_threads:
-        # Ask torch for a convolution with a dilation: then it selects the kernel for several
-        # threads, even if this process has one. The dilation does not matter for a width of 1.
+        # With a dilation, torch selects the kernel that it uses for several threads, even if this
+        # process has only one. A dilation does not change a convolution with a weight of width 1.
         dilation = [*dilation[:-1], 2]
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)

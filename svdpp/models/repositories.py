@@ -48,8 +48,8 @@ def find_component_folders(
     """Find the components for which a modular index names a place, and download their configs.
 
     The rules are those of diffusers. If the model is a local folder that has the component's files,
-    these files are used. Otherwise, and for all hub models, the files in the repository that the
-    entry names are used.
+    the files in this folder are used. Otherwise, and for all hub models, the component comes from
+    the repository that its entry in the index names.
 
     Args:
         index: Index of the checkpoint.
@@ -59,8 +59,8 @@ def find_component_folders(
         is_local: Whether the model is a local folder, and not a hub model.
 
     Returns:
-        Folders of the components that are elsewhere than in `folder/NAME`, and of those whose entry
-        names a variant.
+        Folders of the components that are not in `folder/NAME`, or whose entry in the index names a
+        variant. Components that are missing here are in `folder/NAME`.
 
     Raises:
         ModelError: An entry names no valid place, or the repository cannot be downloaded.
@@ -111,18 +111,18 @@ def download_missing_weights(model: ModelConfig, components: Iterable[ComponentF
 
 
 def component_revisions(components: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return pairs of a component's name and commit, as in `ModelConfig.component_revisions`.
+    """Return (component name, commit) pairs, the format of `ModelConfig.component_revisions`.
 
     Args:
-        components: `OWNER/NAME@COMMIT` by name of the component, as in
-            `Checkpoint.external_components`.
+        components: `Checkpoint.external_components`, which has `OWNER/NAME@COMMIT` by component
+            name.
     """
     return tuple((part, place.rpartition("@")[2]) for part, place in components.items())
 
 
 @contextmanager
 def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
-    """Add the names of a repository and its components to a ModelError of the `with` block."""
+    """Add the repository and the component names to any ModelError that the `with` block raises."""
     try:
         yield
     except ModelError as error:
@@ -151,7 +151,7 @@ def _find_source(
     variant = _text(index, part, where, "variant", _VARIANT)
     repository = where.get("pretrained_model_name_or_path")
     if repository is None:
-        repository = where.get("repo")  # name of the key in older files
+        repository = where.get("repo")  # older index files use this key
     revision = _text(index, part, where, "revision", _REVISION)
     other = None
     if not _is_own(index, part, repository, revision, folder / subfolder, model, is_local=is_local):
@@ -190,7 +190,8 @@ def _is_own(
 
     Raises:
         ModelError: The component is neither in the checkpoint nor in a repository of the hub. Or
-            the working directory has a folder with the name of the repository.
+            the working directory has a folder with the repository's name, which diffusers would
+            read instead of the repository.
     """
     if repository is None or (is_local and _has_files(folder, part)):
         return True
@@ -207,8 +208,8 @@ def _is_own(
             "run the command in another directory",
             details={"component": part, "repository": repository},
         )
-    # `save_pretrained` writes the path of its output folder into the index. If the folder has been
-    # moved since, the path is wrong, but the folder still has the component.
+    # `save_pretrained` writes the path of its output folder into the index. If the user has moved
+    # the folder since, that path is wrong, but the component is still in the folder.
     if folder.is_dir():
         return True
     raise index.error(
@@ -220,7 +221,7 @@ def _is_own(
 
 
 def _has_files(folder: Path, part: str) -> bool:
-    """Whether diffusers finds a component in a local folder."""
+    """Whether a local folder has files by which diffusers recognises a component."""
     names = {path.name for path in folder.glob("*")} if folder.is_dir() else set()
     if has_weights(part):
         return any(name.endswith(_WEIGHT_SUFFIXES) for name in names)
@@ -249,13 +250,13 @@ def _text(
 
 
 _HUB_ID = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
-#: Patterns of the allowed subfolders, revisions and variants. Values with `..` are refused, too, so
-#: that no value leads out of a repository.
+#: Patterns of the allowed subfolders, revisions and variants. `_text` also refuses values with
+#: `..`, because such a path could lead out of the repository.
 _SUBFOLDER = r"([A-Za-z0-9_][\w.-]*(/[A-Za-z0-9_][\w.-]*)*)?"
 _REVISION = r"[A-Za-z0-9_][\w./-]{0,199}"
 _VARIANT = r"[A-Za-z0-9_][\w.-]{0,49}"
-#: Suffixes and names by which diffusers finds a component in a local folder
-#: (`_is_local_component` of its modular pipelines).
+#: File suffixes and file names by which diffusers recognises a component in a local folder
+#: (`_is_local_component` in diffusers' modular pipelines).
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".onnx", ".pb", ".flashpack")
 _CONFIG_NAMES = {
     *("scheduler_config.json", "guider_config.json", "chat_template.jinja"),

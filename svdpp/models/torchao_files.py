@@ -1,7 +1,7 @@
 """Checks of the configs and files of denoisers that TorchAO quantised to int8; imports no torch.
 
-torchao creates objects of the classes that the config and the headers name. A checkpoint is
-untrusted, so both may only name the classes of int8 weights with one scale for each row.
+torchao creates objects of the classes that the config and the weight files' headers name. As a
+checkpoint is untrusted, only the classes of int8 weights with one scale for each row are allowed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.files import QUANTISED_HINT, JsonFile, read_safetensors_header, short_repr
 
-#: Key of a component's config whose value says how the weights are quantised.
+#: Key in a component's config. Its value says how the weights are quantised.
 QUANTISATION_KEY = "quantization_config"
-#: Reasons why svdpp does not run denoisers that are quantised by other methods, by `quant_method`.
+#: Reasons why svdpp does not run denoisers of other quantisation methods, by `quant_method`.
 _REASONS = {
     "bitsandbytes": "diffusers loads them only on GPUs, where no test compares clips of several "
     "ranks with those of one rank",
@@ -28,8 +28,8 @@ _NOT_COMPARED = "no test compares their clips of several ranks with those of one
 # --- config ---------------------------------------------------------------------------------------
 
 _KIND = "Int8WeightOnlyConfig"
-#: Values of `quant_type` of the denoisers that svdpp runs: int8 weights with a scale for each row.
-#: `set_inductor_config` has no effect when a checkpoint is loaded.
+#: The two values of `quant_type` that svdpp runs: int8 weights with one scale for each row. They
+#: differ in `set_inductor_config`, which has no effect when a checkpoint is loaded.
 _QUANT_TYPES = [
     {
         "default": {
@@ -47,9 +47,10 @@ _QUANT_TYPES = [
 
 
 def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser: bool) -> None:
-    """Check that the weights of a component are quantised in the one way that svdpp runs.
+    """Check that a component is quantised in the only way that svdpp runs.
 
-    That way is int8 by TorchAO, of weights only, with one scale for each row, in a denoiser.
+    The component must be a denoiser, and TorchAO must have quantised its weights, but not its
+    activations, to int8 with one scale for each row.
 
     Args:
         config: Config of the component.
@@ -115,8 +116,8 @@ def check_torchao(model_label: str, parts: Iterable[str]) -> None:
 
 # --- headers of weight files ----------------------------------------------------------------------
 
-#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by their names in
-#: the metadata.
+#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by torchao's names
+#: (those in the metadata).
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Names of the same dtypes in safetensors files.
 _FLOATS = ("F32", "F16", "BF16")
@@ -125,10 +126,10 @@ _PLAIN = {"_type": "Tensor"}
 
 
 def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
-    """Check the weight files of a denoiser that TorchAO has quantised, and its layers' dtype.
+    """Check the weight files of a denoiser that TorchAO has quantised, and its compute dtype.
 
-    Quantised layers compute in the dtype that they had when they were quantised. If another dtype
-    is requested, only the layers that are not quantised would compute in it.
+    Quantised layers compute in the dtype that the model had when it was quantised. Another
+    requested dtype is refused, because only the other layers would compute in it.
 
     Args:
         part: Name of the denoiser.
@@ -136,8 +137,8 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
         dtype: Requested dtype, such as bf16.
 
     Raises:
-        ModelError: torchao did not save a file in this format, a tensor is missing or not listed
-            in the metadata, or a weight is quantised in another way than svdpp runs.
+        ModelError: A file is not in torchao's format, a tensor is missing or not listed in the
+            metadata, or a weight is quantised in a way that svdpp does not run.
         RequestError: The quantised layers compute in another dtype than `dtype`.
     """
     entries: dict[str, Any] = {}
@@ -145,7 +146,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
     for path in paths:
         header, tensors = read_safetensors_header(path)
         own = json.loads(header).get("__metadata__") or {}
-        # Each shard has the metadata of all tensors.
+        # torchao writes the metadata of all tensors into each shard.
         if metadata and own != metadata:
             raise _error(part, f"the metadata of {path.name} differ from those of other shards")
         metadata, entries = own, entries | tensors
@@ -155,7 +156,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
         if described != _PLAIN:
             dtypes.add(_int8_dtype(part, name, described, entries))
         elif entries.pop(name, {}).get("dtype") not in _FLOATS:
-            raise _error(part, f"{short_repr(name)} is missing or has no floating dtype", name)
+            raise _error(part, f"{short_repr(name)} is missing or is not floating-point", name)
     if entries:
         name = min(entries)
         raise _error(part, f"the metadata do not list {short_repr(name)}", name)
@@ -168,7 +169,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
 
 
 def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
-    """Parse the JSON at a key of the metadata, and check that the value is of type `kind`."""
+    """Return the value of the JSON text at a key of the metadata; it must be of type `kind`."""
     try:
         value = json.loads(metadata[key])
     except (KeyError, TypeError, ValueError, RecursionError):

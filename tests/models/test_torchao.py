@@ -251,7 +251,7 @@ DEFECTS: Mapping[str, tuple[Callable[[Path], None], str]] = {
     "a missing tensor": (tensor("proj_out.bias", None), "'proj_out.bias' is missing"),
     "a plain tensor of int8": (
         tensor("proj_out.bias", torch.ones(16, dtype=torch.int8)),
-        "'proj_out.bias' is missing or has no floating dtype",
+        "'proj_out.bias' is missing or is not floating-point",
     ),
     "an unknown tensor": (tensor("x", torch.ones(1)), "the metadata do not list 'x'"),
 }

@@ -800,8 +800,12 @@ def _scaled(levels: int) -> Values:
         ("svd", {}, (8, 8)),
         ("ltx", {"vae": {**_scaled(4), "temporal_compression_ratio": 8}}, (64, 64)),
         ("hunyuan-video", {}, (16, 16)),
-        ("wan", {"vae": {"scale_factor_temporal": 8}}, "compresses 8 frames to one, but .* 4,"),
-        ("ltx", {"vae": _scaled(4)}, "compresses 16 frames to one, but must compress 8, or a"),
+        (
+            "wan",
+            {"vae": {"scale_factor_temporal": 8}},
+            "compresses 8 frames to one, but .* divide 4",
+        ),
+        ("ltx", {"vae": _scaled(4)}, "compresses 16 frames to one, but this number must divide 8"),
         ("cogvideox", {"vae": {"temporal_compression_ratio": 8}}, "compresses 8 frames to one"),
         ("wan", {"transformer": {"patch_size": (1, 2, 0)}}, "patch_size is .* not three numbers"),
         (

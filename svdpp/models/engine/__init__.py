@@ -2,7 +2,7 @@
 
 import logging
 
-# diffusers imports torchao if it is installed. That import warns about CUDA kernels and pickles.
-# int8 weights in safetensors files need neither.
+# diffusers imports torchao if it is installed. The import logs warnings about CUDA kernels and
+# pickles, which int8 weights in safetensors files do not need.
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao"):
     logging.getLogger(_name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Attention backends of diffusers: checks, use in modules, and a test of reproducible results."""
+"""Attention backends of diffusers: checks, selection, and a test for reproducible results."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ from svdpp.config.pipeline import ATTENTION_REPEATS
 from svdpp.errors import RequestError, first_line, is_out_of_memory, nearest
 from svdpp.models.checkpoint import Checkpoint
 
-#: Classes of modules whose processor gets a backend from the method `set_attention_backend` of
-#: diffusers.
+#: Classes of attention modules on which diffusers' `set_attention_backend` acts.
 _ATTENTION_CLASSES = (Attention, MochiAttention, AttentionModuleMixin)
-#: Shapes (batch, positions, heads, width) of the test whether a backend is reproducible. The test
-#: makes two calls: self-attention, and attention to a prompt. Each entry has the shape of the query
-#: of one call, and the shape of its key and value.
+#: Shapes (batch, positions, heads, width) in the test that checks whether a backend is
+#: reproducible. The test makes two calls: self-attention, and attention to a prompt. Each call has
+#: two shapes: that of the query, and that of the key and the value.
 _TEST_SHAPES = (((1, 1024, 4, 64), (1, 1024, 4, 64)), ((2, 512, 4, 128), (2, 77, 4, 128)))
 _TEST_RUNS = 3
 
 
 def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
-    """Check that diffusers has a backend, that it runs here, and that it has an effect on a model.
+    """Check that diffusers has an attention backend, that it runs here, and that the model uses it.
 
     No weights are read, and no attention is computed.
 
@@ -63,7 +62,7 @@ def check_attention_backend(name: str, checkpoint: Checkpoint) -> None:
 
 
 def usable_backends() -> list[str]:
-    """Return the names of the installed attention backends, without those that the hub provides."""
+    """Return the names of all attention backends that run here without a download from the hub."""
     names = [backend.value for backend in AttentionBackendName]
     usable = []
     for name in names:
@@ -103,7 +102,7 @@ def _check_usable(name: str) -> None:
 @functools.lru_cache
 def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
     """Whether `set_attention_backend` changes how a component computes attention."""
-    # This import takes seconds, because it imports transformers. `attention_hashes` does not need
+    # Imported here, because the import takes seconds, and most functions of this module do not need
     # it.
     from svdpp.models.engine.load import build_without_weights
 
@@ -111,10 +110,10 @@ def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
 
 
 def _processors(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield those attention processors of a module whose backend diffusers can set.
+    """Yield the attention processors of a module whose backend diffusers can set.
 
-    Other processors, such as those of SVD's UNet, call torch's attention directly. The method
-    `set_attention_backend` of diffusers skips such processors without a warning.
+    Other processors, such as those of SVD's UNet, call torch's attention directly. diffusers'
+    `set_attention_backend` skips them without a warning.
     """
     for each in module.modules():
         if isinstance(each, _ATTENTION_CLASSES) and hasattr(each.processor, "_attention_backend"):
@@ -125,11 +124,10 @@ def _processors(module: torch.nn.Module) -> Iterator[Any]:
 
 
 def set_attention_backend(module: Any, name: str) -> None:
-    """Set the backend of one model of diffusers; all other models of the process keep theirs.
+    """Set the attention backend of one model, without an effect on other models of the process.
 
-    The method `set_attention_backend` of diffusers also makes the backend the default of the
-    process, which applies to all models without a backend of their own. This function restores that
-    default.
+    diffusers' `set_attention_backend` also changes the default backend of the process, which
+    applies to all models without their own backend. This function restores the earlier default.
 
     Args:
         module: Model of diffusers.
@@ -143,14 +141,14 @@ def set_attention_backend(module: Any, name: str) -> None:
 
 
 def use_attention_backend(pipe: Any, name: str) -> None:
-    """Set the backend of all loaded components of a pipeline.
+    """Set the attention backend of all loaded components of a pipeline.
 
-    A diffusers script that sets the backend of the denoiser also makes it the default of the
-    process. So the text connectors of LTX-2 use it, too. A rank that only encodes has no denoiser,
-    so this function sets the backend of each component.
+    In a diffusers script, a backend that is set for the denoiser becomes the default of the whole
+    process, so other components, such as the text connectors of LTX-2, use it, too. A rank that
+    only encodes has no denoiser. So this function sets the backend of each component.
 
     Args:
-        pipe: Pipeline of diffusers, of which some components may be skeletons.
+        pipe: Pipeline of diffusers. Some components may be skeletons, which have no weights.
         name: Checked name of the backend.
     """
     for component in pipe.components.values():
@@ -159,12 +157,12 @@ def use_attention_backend(pipe: Any, name: str) -> None:
 
 
 def as_process_default(name: str | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which an attention backend is the default of the whole process.
+    """Return a context manager in which an attention backend is the default of the whole process.
 
-    diffusers' own `set_attention_backend` has this effect, too.
+    In a diffusers script, `set_attention_backend` has the same effect.
 
     Args:
-        name: Checked name of the backend; None: the default stays.
+        name: Checked name of the backend; None: the default does not change.
     """
     if name is None:
         return contextlib.nullcontext()
@@ -176,7 +174,7 @@ def as_process_default(name: str | None) -> contextlib.AbstractContextManager[No
 
 
 def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the conditions of a backend, which are recorded with each clip.
+    """Return facts about an attention backend that are stored with each clip.
 
     Args:
         name: Checked name of the backend.
@@ -184,8 +182,8 @@ def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str
         dtype: Dtype of the model.
 
     Returns:
-        JSON values by name. `attention_repeats` is whether the backend gave equal bits for equal
-        inputs each time.
+        JSON values by name: the backend's name, and as `attention_repeats` whether the backend gave
+        the same bits each time for the same inputs.
 
     Raises:
         RequestError: The backend does not run on this device in this dtype.
@@ -220,7 +218,7 @@ def attention_hashes(name: str, device: str, dtype: torch.dtype) -> list[str]:
                     result = dispatch_attention_fn(query, key, value, backend=backend)
                 digest.update(result.float().cpu().contiguous().numpy().tobytes())
             hashes.append(digest.hexdigest())
-    except Exception as error:  # packages and compilers of kernels raise errors of many types
+    except Exception as error:  # the packages behind backends raise errors of many types
         if is_out_of_memory(error):
             raise
         kind = str(dtype).removeprefix("torch.")

@@ -1,13 +1,13 @@
 """Call of a pipeline's unmodified `__call__` that runs only a range of the denoising steps.
 
-The pipeline always loops over all timesteps. Until the denoiser's first call, the rank that encodes
-records the results of the pipeline's methods and components, and all other ranks replay these
+The pipeline always loops over all timesteps. The rank that encodes records the results of the
+pipeline's methods and components until the denoiser's first call, and all other ranks replay these
 results. Steps before the range are phantom steps: denoisers return zeros, and `scheduler.step`
 returns the result that the earlier rank has sent. So the pipeline's own code rebuilds the variables
-of its loop. The state of a scheduler is the part of its `__dict__` that `step` has changed.
+of its loop. Of a scheduler, ranks send only the attributes that `step` has changed.
 
 A step consists of calls of denoisers, followed by calls of `scheduler.step`. Pipelines that make a
-clip in chunks have one loop for each chunk; steps are numbered through all loops.
+clip in chunks have one loop for each chunk, and the step index counts through all loops.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from svdpp.models.engine import records
 from svdpp.models.engine.hooks import hooked
 from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in, unpack
 
-# The table shows a clip of 6 steps on two ranks. The first rank encodes and runs steps [0, 3); the
-# second runs steps [3, 6) and decodes. Each line is one call of the pipeline's `__call__`. The
-# exception `_Stop` ends the call where the line ends: before the denoiser's first call, or after
+# The table shows a clip of 6 steps on two ranks. The first rank encodes and runs steps [0, 3). The
+# second rank runs steps [3, 6) and decodes. Each line is one call of the pipeline's `__call__`.
+# Where a line ends, the exception `_Stop` ends the call: before the denoiser's first call, or after
 # the last step of the range.
 #
 #   call          encoding  step 0   step 1   step 2   step 3   step 4   step 5   decoding
@@ -59,37 +59,37 @@ class RangeCall:
     """Pipeline of diffusers. No other call uses the same scheduler object."""
     spec: FamilySpec
     given: Node | None
-    """Structure of the received packet, with the state after `start` steps. None: this call
-    encodes, so it receives no packet."""
+    """Structure (JSON) of the received packet, which has the clip's state after `start` steps.
+    None: this call encodes, so it receives no packet."""
     received: Tensors
     """Tensors of the received packet."""
     start: int
     end: int | None
-    """Step before which the call ends. None: the call runs all steps from `start` and decodes."""
+    """Index after the last step. None: the call runs all steps from `start` on, and decodes."""
     generator: torch.Generator
     """Random generator of the clip."""
     after_step: AfterStep | None = None
-    """Callback after each step of the range; an exception from the callback ends the call."""
+    """Callback after each step of the range. If it raises an exception, the call ends."""
     branches: GuidanceBranches | None = None
-    """Guidance that is divided between two ranks, one branch each; None: this rank evaluates both
+    """Division of the guidance between two ranks, one branch each. None: this rank evaluates both
     branches."""
 
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # `functools.partial` does not refer to this object. A bound method would, and would keep
-        # the packet's memory alive after the call.
+        # A bound method would refer to this object, and so keep the packet's memory alive after the
+        # call. `functools.partial` does not.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
         self._index, self._stepped, self._ran = 0, False, False
         self._latents: Any = None
-        # Pairs of a scheduler and its state before its first `step`, in the order in which the
-        # pipeline first called `step` of each scheduler.
+        # A (scheduler, attributes before its first `step`) pair for each scheduler, in the order of
+        # the schedulers' first `step` calls.
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
-        # Results of the current step: index of the scheduler, return value of `scheduler.step`, and
-        # a copy of the return value.
+        # One entry for each `scheduler.step` call of the current step: index of the scheduler,
+        # return value, and a copy of the return value (None if it is not sent).
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
@@ -103,14 +103,14 @@ class RangeCall:
 
         Args:
             inputs: Facts about the clip's inputs that later calls need, such as
-                `{"negative_prompt": True}`. Only a call that encodes has them. None: the facts in
-                the received packet are passed on.
+                `{"negative_prompt": True}`. Only the call that encodes has this argument. Later
+                calls pass on the facts in their received packet.
         """
         known = self.given["given"] if self.given else inputs
         return self._packer.packet({**self._structure, "given": known})
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
-        return self  # pipelines copy their scheduler, an attribute of which refers to this object
+        return self  # a pipeline may copy its scheduler, whose hook refers to this object
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -144,7 +144,7 @@ class RangeCall:
     # 1. Calls of one step: denoisers and `scheduler.step`.
 
     def _denoiser(self, name: str, module: Any) -> Callable[..., Any]:
-        """Return the method that replaces a denoiser's `forward` during the call."""
+        """Return the function that replaces a denoiser's `forward` while the pipeline runs."""
         real = module.forward
 
         @functools.wraps(real)
@@ -181,7 +181,7 @@ class RangeCall:
         """Begin a new step, if `scheduler.step` was called since the last call of a denoiser.
 
         Raises:
-            _Stop: The new step is beyond the range.
+            _Stop: The new step is after the range.
         """
         self._finish_step()
         if self._stepped:
@@ -203,7 +203,7 @@ class RangeCall:
         return self._zeros[place]
 
     def step(self, scheduler: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`; in a phantom step, return the result from the packet instead.
+        """Call `scheduler.step`, or return the packet's result in a step before the range.
 
         Args:
             scheduler: One of the pipeline's schedulers.
@@ -228,7 +228,7 @@ class RangeCall:
         return result
 
     def _phantom_step(self, scheduler: Any, place: int) -> Any:
-        """Set the state of a scheduler to that in the packet, and return the result in the packet.
+        """Set a scheduler's attributes from the packet, and return the packet's result of `step`.
 
         Args:
             scheduler: Scheduler whose `step` the pipeline has called.
@@ -240,16 +240,16 @@ class RangeCall:
         scheduler.__dict__.update(self._states[place])
         if self._index == self.start - 1:
             self._records.restore(step["generators"])
-        # The packet of a memory estimate has fewer chunks than the clip. Its last chunk stands for
-        # the missing ones.
+        # A memory estimate runs only some steps, so its packet can have fewer chunks than the clip.
+        # The last chunk stands for the missing ones.
         chunks = step["chunks"]
         calls = sum(place == known for known, *_ in self._results)
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """Pack the state after a real step, and call `after_step`.
+        """Pack the state after the last step of the range, and call `after_step` after each step.
 
-        The state is not packed in `step`, because a pipeline may change the scheduler after
+        `step` does not pack the state, because a pipeline may change the scheduler after
         `scheduler.step`.
         """
         if not self._ran:
@@ -266,9 +266,10 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Keep the latent after a step; after the last phantom step, return the packet's latent.
+        """Store the latent after a step.
 
-        The pipeline continues with the latent that this callback returns, if any.
+        After the last step before the range, the callback returns the latent of the packet, and the
+        pipeline continues with this latent.
         """
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
@@ -306,8 +307,8 @@ class RangeCall:
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
-            # The latent is packed first, because it is often also a result of `scheduler.step`, and
-            # a tensor that occurs twice keeps its first name.
+            # The latent is often also a result of `scheduler.step`. A tensor that is packed twice
+            # keeps its first name, so the latent is packed first.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
             recorded = self._records.passed_on(self.received, self._packer.tensors)
@@ -326,7 +327,7 @@ class RangeCall:
         return results
 
     def _packed_step(self) -> Node:
-        """Return the structure of all that later ranks need for phantom steps; see `_step`."""
+        """Return the structure of everything that later ranks need to skip the finished steps."""
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
@@ -366,26 +367,26 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        # `to` does nothing in later calls: a pipeline casts a component only for the encode
+        # A pipeline casts a component by `to` only for the encode, which later calls replay.
         if self.given is not None:
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
 
 
 def global_states(device: torch.device) -> list[torch.Tensor]:
-    """Return the states of torch's global random generators.
+    """Return the states of torch's global random generators on the CPU and on a CUDA device.
 
     Returns:
-        Tensors, uint8 of shape (bytes,) in host memory.
+        One state, or two if `device` is CUDA: uint8, (number of bytes,), in host memory.
     """
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
 def step_callback(pipe: Any, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a pipeline's `__call__` for a callback after each step.
+    """Return the keyword arguments that make a pipeline's `__call__` call back after each step.
 
-    The result is empty if the pipeline has no such argument.
+    The result is empty if the pipeline supports no such callback.
 
     Args:
         pipe: Pipeline of diffusers.
@@ -406,7 +407,8 @@ class GuidanceBranches:
     `FamilySpec.branches` is `batch` for pipelines that call the denoiser once in each step, with a
     batch of two. Each rank then evaluates half of the batch. The value `calls` is for pipelines
     that call the denoiser twice in each step, and use the two results only after both calls. The
-    table shows a step with `calls`. Both ranks of pair u run the pipeline's own code:
+    table shows a step with `calls`. Both ranks of a pair, 2u and 2u + 1, run the pipeline's own
+    code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -423,8 +425,8 @@ class GuidanceBranches:
     partner: Partner
     device: torch.device
     outputs: dict[torch.Size, Node]
-    """Structure of the denoiser's result, by the shape of its first tensor argument, the latent. A
-    shape is missing until a process has run a step with it."""
+    """Structure of the denoiser's result, by the shape of its first tensor argument, the latent. An
+    entry is added in the first step with a latent of this shape."""
     _calls: int = 0
     _first: Any = None
 
@@ -440,9 +442,9 @@ class GuidanceBranches:
             kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result of the pipeline's call of the denoiser. With `calls`, rank 2u + 1 gets zeros from
-            the first call, and the second call overwrites them with the true result. When the
-            pipeline calls `scheduler.step`, the results are equal on both ranks.
+            Result for the pipeline. With `calls`, rank 2u + 1 gets zeros from the first call, and
+            the second call overwrites the zeros with the true result. When the pipeline calls
+            `scheduler.step`, both ranks have equal results.
 
         Raises:
             ModelError: The step calls the denoiser more often than `FamilySpec.branches`
@@ -507,7 +509,7 @@ class GuidanceBranches:
 def split_batch(
     branch: int, spec: FamilySpec, real: Callable[..., Any], args: Any, kwargs: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a denoiser's arguments for one guidance branch, out of arguments with a batch of two.
+    """Return one guidance branch's part of a denoiser's arguments, which have a batch of two.
 
     Args:
         branch: Position of the branch in the batch, 0 or 1.
@@ -550,8 +552,8 @@ def join_batch(first: Any, second: Any) -> Any:
     """Concatenate the results of two guidance branches along the batch axis.
 
     Args:
-        first: Result of the first branch: a tensor of shape (B, ...), or a value that both branches
-            have in common.
+        first: Result of the first branch: a tensor of shape (B, ...), or another value, which is
+            returned unchanged.
         second: Result of the second branch, with the same shape.
     """
     return torch.cat((first, second)) if isinstance(first, torch.Tensor) else first

@@ -13,8 +13,8 @@ from svdpp.errors import ModelError
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker
 from svdpp.models.engine.records import is_unchanged, snapshot_attributes, tensors_in
 
-#: Attributes of a component: for each of its modules ("" is the component itself), values by name
-#: of the attribute.
+#: Attributes of a component: attribute values by name, for each module of the component by module
+#: name. The name "" is the component itself.
 Attributes = dict[str, dict[str, Any]]
 
 _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
@@ -22,7 +22,7 @@ _NOT_STATE = NOT_STATE | _HOOKS
 
 
 def modules_of(component: Any) -> dict[str, Any]:
-    """Return the modules of a denoiser by name; for another component, itself with the name ""."""
+    """Return the modules of a denoiser by name; another component is its only module, named ""."""
     is_module = isinstance(component, torch.nn.Module)
     return dict(component.named_modules()) if is_module else {"": component}
 
@@ -31,24 +31,24 @@ def attributes_of(component: Any) -> Attributes:
     """Return the attributes of a component that steps may change, besides its weights.
 
     Raises:
-        ModelError: The component has a hook of diffusers, which may have a state.
+        ModelError: The component has a hook of diffusers, whose state would not be included.
     """
     modules = modules_of(component)
     for module in modules.values():
         if getattr(getattr(module, "_diffusers_hook", None), "hooks", None):
             hook = next(iter(module._diffusers_hook.hooks))
             raise ModelError(
-                f"{type(component).__name__} has the hook {hook}, whose state no packet carries",
+                f"{type(component).__name__} has the hook {hook}, whose state svdpp cannot send to "
+                "another rank",
                 details={"component": type(component).__name__, "hook": hook},
             )
     return {name: snapshot_attributes(module, _NOT_STATE) for name, module in modules.items()}
 
 
 def snapshot_component(component: Any) -> Attributes:
-    """Return the present attributes of a component, for a later call of `set_back_component`.
+    """Return a component's current attributes, with which `set_back_component` can restore it.
 
-    The values of a guider's attributes are copied, except tensors, because a guider changes some
-    values in place.
+    A guider changes some values in place, so its values are copied, except tensors.
     """
     attributes = attributes_of(component)
     if isinstance(component, (torch.nn.Module, SchedulerMixin)):
@@ -58,7 +58,7 @@ def snapshot_component(component: Any) -> Attributes:
 
 
 def set_back_component(component: Any, before: Attributes) -> None:
-    """Set the attributes of a component back to a snapshot, and remove attributes added since.
+    """Restore the attributes of a component from a snapshot, and delete those added since.
 
     Args:
         component: Scheduler, guider or denoiser.
@@ -68,8 +68,8 @@ def set_back_component(component: Any, before: Attributes) -> None:
     for name, attributes in attributes_of(component).items():
         for added in attributes.keys() - before[name].keys():
             object.__delattr__(modules[name], added)
-        # An unchanged list is not replaced, because two attributes may share it. A packet with two
-        # equal lists would differ from a packet with one shared list.
+        # An unchanged list stays in place, because two attributes may share it. With two equal
+        # lists instead of a shared one, the next packet would be different.
         vars(modules[name]).update(
             (key, value)
             for key, value in before[name].items()
@@ -87,15 +87,16 @@ def pack_changed_attributes(
     """Pack the attributes of components that steps have changed, and return their structure.
 
     Args:
-        packer: Packer of the packet.
-        attributes: Present attributes of each component, by the component's name.
+        packer: Packer of the packet (the clip's state for the next rank).
+        attributes: Current attributes of each component, by the component's name.
         before: Attributes of each component before the call.
-        denoisers: Names of the denoisers. If no packet can carry an attribute of a denoiser, the
-            attribute is left out: it is a cache, which the denoiser computes again. Tests that end
-            a call after each step would fail if it were state.
+        denoisers: Names of the denoisers. A denoiser's attribute of a type that cannot be sent is
+            left out, because it is a cache that the denoiser computes again. If it were state,
+            tests that split a clip after each step would fail.
 
     Raises:
-        ModelError: No packet can carry a changed attribute of a component that is not a denoiser.
+        ModelError: A component that is not a denoiser has a changed attribute of a type that cannot
+            be sent.
     """
     packed: dict[str, Any] = {}
     for part, modules in attributes.items():

@@ -1,4 +1,4 @@
-"""Choice of the model class for a family, and loading of the components that one rank needs."""
+"""Choice of a family's model class, and loading of the model of one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_engine_model(
         roles: Roles of the rank.
 
     Raises:
-        ModelError: The files do not fit together.
+        ModelError: Files are missing, or do not fit together.
         OutOfMemoryError: A component does not fit on the device.
     """
     pipe = load_pipeline(checkpoint, model, sampling=sampling, roles=roles, device=device)

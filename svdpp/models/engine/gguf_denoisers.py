@@ -1,8 +1,8 @@
 """Loader of denoisers from GGUF files through diffusers, with a check of each tensor.
 
-diffusers renames the tensors of a file. It only warns if a tensor fits no weight of the model. If
-the file lacks a weight, the weight stays uninitialised. So this module first renames the tensors
-without their data. The new names must be exactly the names of the model's weights.
+diffusers renames the tensors of a file. It only warns if a tensor fits no weight of the model, and
+leaves a weight that the file lacks uninitialised. So this module first renames the tensors without
+their data, and checks that the new names are exactly the names of the model's weights.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _MAX_NAMED = 20
 
 
 def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype) -> Any:
-    """Load a denoiser from a GGUF file by diffusers' `from_single_file`, in eval mode on the CPU.
+    """Load a denoiser from a GGUF file with diffusers' `from_single_file`, onto the CPU.
 
     Args:
         folder: Folder of the checkpoint, which has the denoiser's config.
         file: Checked GGUF file.
         cls: Class of the denoiser.
-        dtype: Dtype of the computation, and of the weights that are not quantised.
+        dtype: Dtype in which the denoiser computes, and of the weights that are not quantised.
 
     Raises:
         ModelError: Names or shapes of the file's tensors differ from the denoiser's weights.
@@ -45,7 +45,9 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    with warnings.catch_warnings(action="ignore"):  # torch warns about read-only memory
+    with warnings.catch_warnings(
+        action="ignore"
+    ):  # torch warns that the file's memory is read-only
         return cls.from_single_file(
             str(file.path),
             config=str(folder),
@@ -57,12 +59,12 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
 
 
 def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor]:
-    """Return the tensors of a GGUF file, without data, by the names of a denoiser's weights.
+    """Return a GGUF file's tensors, without data, under the names that diffusers gives them.
 
-    As in diffusers, a quantised tensor has the shape of its bytes, and an attribute `quant_type`.
+    As in diffusers, a quantised tensor is a tensor of bytes with the attribute `quant_type`.
 
     Args:
-        module: Denoiser of diffusers; only names and shapes of its weights are read.
+        module: Denoiser of diffusers, of which only the names and shapes of its weights are read.
         file: Checked GGUF file.
 
     Raises:
@@ -100,7 +102,7 @@ def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor
 def _without_data(entry: GgufTensor) -> torch.Tensor:
     if not entry.is_quantised:
         return torch.empty(entry.shape, dtype=_DTYPES[entry.type.name], device="meta")
-    # Imports gguf, an optional dependency.
+    # Imported here, because both imports need gguf, an optional dependency.
     from diffusers.quantizers.gguf.utils import GGUFParameter
     from gguf import GGMLQuantizationType
 
@@ -130,9 +132,9 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 
 
 def _can_be_quantised(module: Any, name: str) -> bool:
-    """Whether diffusers can read this weight in quantised form.
+    """Whether diffusers can read a weight in quantised form.
 
-    It can if the weight is of a linear layer, or of a layer that diffusers keeps in float32.
+    This holds for the weights of linear layers, and of layers that diffusers keeps in float32.
     """
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
@@ -143,10 +145,11 @@ def _can_be_quantised(module: Any, name: str) -> bool:
 def quantise_fake(
     module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
 ) -> None:
-    """Replace layers of a denoiser with fake weights by the quantised layers of a GGUF file.
+    """Replace linear layers of a denoiser by fake quantised layers, as a GGUF file has them.
 
     Args:
-        module: Denoiser with fake weights, whose quantised weights become fake tensors of bytes.
+        module: Denoiser with fake weights, which is changed. Weights that are quantised in the file
+            become fake tensors of bytes.
         file: Checked GGUF file.
         dtype: Dtype in which the quantised layers compute.
         fake: Fake tensor mode in which `module` was created.

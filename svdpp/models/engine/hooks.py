@@ -1,4 +1,4 @@
-"""Hooks that intercept methods of diffusers' objects, and of later copies of these objects."""
+"""Hooks that intercept method calls of diffusers' objects, and of later copies of the objects."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-#: Attribute with the object that handles the hooked methods.
+#: Name of the attribute that a hooked object gets. Its value is the handler of the hooked methods.
 HOOK = "_svdpp_hook"
 
 
 def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
-    """Make some methods of an object, and of its later copies, call methods of a handler.
+    """Redirect some methods of an object, and of its later copies, to methods of a handler.
 
     The function replaces the object's class by a subclass. A second call for the same object only
     changes the handler.
 
     Args:
         target: Scheduler, or block of a modular pipeline.
-        handler: Object with the methods that are called instead. Their arguments are the hooked
-            object, the real method bound to it, and the arguments of the call. A deep copy of the
-            hooked object also copies the handler. To prevent that, `__deepcopy__` of the handler
-            returns the handler itself.
+        handler: Object whose methods are called instead. Their arguments are the hooked object, the
+            real method bound to it, and the arguments of the call. A deep copy of the hooked object
+            would also copy the handler, so `__deepcopy__` of the handler should return the handler
+            itself.
         methods: Names of the handler's methods, by the names of the object's methods, such as
             `{"__call__": "run_block"}`.
     """
@@ -40,14 +40,14 @@ def hooked(target: Any, handler: Any, methods: dict[str, str]) -> Iterator[None]
     try:
         yield
     finally:
-        delattr(target, HOOK)  # frees the handler and all objects to which only the handler refers
+        delattr(target, HOOK)  # so that the handler, and the tensors that it holds, can be freed
         target.__class__ = plain
 
 
 @functools.cache
 def _hooked_class(real: Any, methods: tuple[tuple[str, str], ...]) -> Any:
-    # The subclass keeps names and signatures, because pipelines inspect them, and diffusers writes
-    # the name of a scheduler's class into the config.
+    # The subclass has the names and signatures of the real class, because pipelines inspect them,
+    # and because diffusers writes the name of a scheduler's class into the config.
     own: dict[str, Any] = {"__module__": real.__module__, "__qualname__": real.__qualname__}
     for name, handled_by in methods:
         own[name] = _hooked_method(getattr(real, name), handled_by)

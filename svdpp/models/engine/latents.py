@@ -1,8 +1,8 @@
 """Computation of the shape and dtype that the latent in a packet must have.
 
-The receiver of a packet computes the shape and the dtype from the pipeline and the sampling
-parameters, before the packet arrives. The formulas are the same as in `prepare_latents` of each
-pipeline in diffusers; `FamilySpec` has the differences between families.
+Before a packet (the state of a clip) arrives from another rank, its receiver computes the shape and
+the dtype from the pipeline and the sampling parameters. The formulas are those of `prepare_latents`
+in each diffusers pipeline. `FamilySpec` has the differences between families.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
 
-# Names of the pipeline attributes with the VAE's compression factors. The spatial factor is the
-# number of pixels for each position of the latent, the temporal factor the number of frames.
+# Names that pipelines use for the attributes with the VAE's compression factors: pixels of a side
+# (spatial) and frames (temporal) for each position of the latent.
 _SPATIAL = (
     "canvas_multiple",
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
@@ -24,8 +24,8 @@ _SPATIAL = (
 _TEMPORAL = (
     *("vae_scale_factor_temporal", "vae_temporal_compression_ratio", "vae_temporal_scale_factor"),
 )
-# Scheduler whose `step` returns a latent in the dtype of the denoiser's output. Other schedulers
-# keep the latent's dtype.
+# The only scheduler whose `step` returns the latent in the dtype of the denoiser's output. With
+# other schedulers, the latent's dtype does not change.
 _CASTING = "FlowMatchEulerDiscreteScheduler"
 
 
@@ -35,7 +35,7 @@ def latent_spec(
     """Return shape and dtype of a clip's latent after `step` steps.
 
     Args:
-        pipe: Loaded pipeline. Its components may lack their weights.
+        pipe: Loaded pipeline. The components' weights are not needed.
         checkpoint: Checkpoint of the pipeline.
         sampling: Resolved parameters of the clip.
         dtype: Dtype of the denoiser.
@@ -80,5 +80,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return the value of the first attribute in `names` that a pipeline has; 1 if it has none."""
+    """Return a pipeline's first attribute among `names`; 1 if the pipeline has none of them."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -91,9 +91,10 @@ def silence_blocks(block: Any) -> None:
 # 1. Loading of a whole pipeline.
 
 
-# At the first `with torch.device(...)` of a process, torch lists its functions that make tensors,
+# At the first `with torch.device(...)` of a process, torch lists its functions that create tensors,
 # and keeps the list. While transformers loads weights, it replaces `torch.linspace`. A list from
-# that time would lack the real `torch.linspace`, which would then make CPU tensors in skeletons.
+# that time would lack the real `torch.linspace`, which would later create CPU tensors in a `with`
+# block for the meta device. So make torch list its functions now.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -142,7 +143,8 @@ def build_pipeline(
 
     Args:
         checkpoint: Checked checkpoint.
-        from_image: Whether to create the pipeline class for clips from an image.
+        from_image: Whether to create the family's pipeline for clips from an image, or the one for
+            clips from text. Some families have only one.
         parts: Components by name.
         device: Device that `pipe.device` returns, even if some components are skeletons.
 
@@ -174,7 +176,7 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    # diffusers replaces this old class name in the same way.
+    # Old name of the class, which diffusers replaces in the same way.
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
@@ -212,15 +214,15 @@ def unused_submodules(
 def apply_memory_options(
     checkpoint: Checkpoint, part: str, module: Any, model: ModelConfig
 ) -> None:
-    """Apply `memory_opt` (feed-forward in chunks), `channels_last` and `vae_tiling` to a component.
+    """Apply the options `memory_opt` (chunked feed-forward), `channels_last` and `vae_tiling`.
 
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component.
-        module: Component. With `channels_last`, weights of Conv2d become NHWC, and weights of
-            Conv3d NDHWC.
-        model: Model with the three options. In a family whose VAE can only decode in tiles, tiling
-            is also enabled without the option `vae_tiling`.
+        module: Component, which is changed. With `channels_last`, weights of Conv2d become NHWC,
+            and weights of Conv3d NDHWC.
+        model: Model with the three options. If the family's VAE can only decode in tiles, tiling is
+            always enabled.
     """
     if part == "vae" and (model.vae_tiling or checkpoint.spec.needs_vae_tiling):
         module.enable_tiling()
@@ -248,12 +250,12 @@ def _on_device(cls: Any, device: str) -> Any:
 
 
 class TextProcessor(ProcessorMixin):  # type: ignore[misc]
-    """Tokenizer that replaces a processor of text and images, and returns the same tokens.
+    """Tokenizer that replaces a processor for text and images, and returns the same tokens.
 
-    The tokenizer of Kandinsky 5 is a processor of text and images, to which the pipeline passes
-    only text. transformers' processor would read a prompt in the first argument as an image: if the
-    prompt is a URL or a path, the processor would fetch or open it. This class has no code for
-    images, and does not need torchvision.
+    The tokenizer of Kandinsky 5 is a processor for text and images, although the pipeline passes
+    only text to it. The processor takes its first argument, the prompt, for an image: if the prompt
+    is a URL or a path, the processor would download or open it. This class has no code for images,
+    and does not need torchvision.
     """
 
     def __init__(self, tokenizer: Any = None) -> None:
@@ -261,10 +263,9 @@ class TextProcessor(ProcessorMixin):  # type: ignore[misc]
 
 
 def without_videos(cls: Any) -> Any:
-    """Return a subclass of a processor's class that has no part for videos.
+    """Return a subclass of a processor's class that does not load the processor's part for videos.
 
-    Reading videos needs torchvision, and clips from text or images do not use it. Everything else
-    is unchanged.
+    That part needs torchvision, and clips from text or images do not use it.
     """
 
     def __init__(
@@ -294,7 +295,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     folder = checkpoint.component_folder(part).path
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
-        # transformers would return an empty tokenizer
+        # Without these files, transformers would return an empty tokenizer.
         missing = checkpoint.component_folder(part).label("tokenizer.json")
         raise ModelError(f"{missing} is missing")
     with library_errors(part, checkpoint):
@@ -308,7 +309,7 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
 
 
 def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Load those tokenizers of a checkpoint that become a `TextProcessor`, by component name.
+    """Return those tokenizers of a checkpoint that load as a `TextProcessor`, by component name.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -326,9 +327,9 @@ def _load_module(
 ) -> Any:
     """Load a component with weights, in eval mode, and move it to the device.
 
-    On the CPU, weights stay memory-mapped to the file if the file has the same dtype, so that ranks
-    share the memory. Parameters keep requires_grad=True, as in diffusers' pipelines: otherwise
-    torch chooses other CPU kernels, which give other bits.
+    On the CPU, weights stay memory-mapped if the file has the same dtype, so ranks share the
+    memory. Parameters keep requires_grad=True, as in diffusers' pipelines. With False, torch would
+    choose other CPU kernels, whose results differ in some bits.
     """
     try:
         file = checkpoint.denoiser_file(part)
@@ -355,7 +356,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype; if quantised, the size of its files."""
+    """Return the bytes of a component's weights in a dtype, or of its files if it is quantised."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     if part in checkpoint.int8_denoisers:
@@ -377,10 +378,11 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     """Load a component by `from_pretrained` of diffusers or transformers, and check its weights.
 
     Raises:
-        ModelError: Weights are missing or unknown, or have a wrong shape; the libraries only warn.
+        ModelError: Weights are missing or unknown, or have a wrong shape. (In this case, diffusers
+            and transformers would only warn.)
     """
-    # With `ignore_mismatched_sizes`, transformers lists mismatched shapes in `info` and does not
-    # raise an error.
+    # With `ignore_mismatched_sizes`, transformers does not raise an error for weights of a wrong
+    # shape, but lists them in `info`, which is checked below.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.component_folder(part).path,
@@ -391,7 +393,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # diffusers does not list the weights of a missing shard. Such weights stay on the meta device.
+    # If a shard is missing, its weights are not in the list of diffusers, but stay on the meta
+    # device.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
@@ -412,11 +415,11 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
 def _skeleton(checkpoint: Checkpoint, part: str, dtype: torch.dtype, device: torch.device) -> Any:
     """Return a skeleton: a component with its config, and with weights on the meta device.
 
-    A rank has skeletons in place of components that only other ranks run. A computation with a
-    skeleton raises an error, so it cannot give wrong numbers.
+    A rank has skeletons in place of components that only other ranks run. If a skeleton is called
+    by mistake, torch raises an error.
     """
     module = build_without_weights(checkpoint, part)
-    torch.nn.Module.to(module, dtype)  # `to` of the class would warn about float32
+    torch.nn.Module.to(module, dtype)  # the class's own `to` would warn about float32 layers
     cls: Any = type(module)
     module.__class__ = _on_device(cls, str(device))
     module.is_skeleton = True
@@ -441,9 +444,9 @@ def build_without_weights(checkpoint: Checkpoint, part: str) -> Any:
 def build_module(cls: Any, folder: Path) -> Any:
     """Create the module that a config describes, without loading weights.
 
-    Call this function in a context with the meta device or with a fake tensor mode; otherwise
-    memory for the weights is allocated. The function changes no state that threads share, such as
-    torch's default dtype.
+    Call this function under the meta device or a fake tensor mode, because otherwise torch
+    allocates memory for the weights. The function changes no global state, such as torch's default
+    dtype.
 
     Args:
         cls: Class of the module.
@@ -452,7 +455,8 @@ def build_module(cls: Any, folder: Path) -> Any:
     if _is_diffusers(cls):
         return cls.from_config(cls.load_config(folder, local_files_only=True))
     config = cls.config_class.from_pretrained(folder, local_files_only=True)
-    # If a config has a dtype, transformers makes it torch's default dtype, for all threads.
+    # Remove the dtype from the configs: transformers would make it torch's default dtype for all
+    # threads.
     for each in (config, *(getattr(config, name, None) for name in config.sub_configs)):
         if each is not None:
             each.dtype = None

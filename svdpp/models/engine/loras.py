@@ -2,8 +2,8 @@
 
 diffusers renames the tensors of a file, scales some tensors, drops others, and only warns if a
 tensor fits no weight of the model. So this module runs diffusers' conversion a second time, with
-tensors that remember their names in the file. The loaded model must then have exactly the converted
-tensors.
+tensors that remember their names in the file, and checks that the loaded model has exactly the
+converted tensors.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
 
-#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number. The number is usually
-#: 0. If the model and the clip name the same LoRA several times, the numbers are 0, 1, and so on.
+#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number, which is usually 0. If
+#: the model and the clip together name one LoRA several times, the numbers are 0, 1, and so on.
 _Key = tuple[Lora, int]
 
 
@@ -41,7 +41,7 @@ class PipelineLoras:
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
         checkpoint: Checked checkpoint with the model's LoRAs, which the constructor loads.
-        local_files_only: Whether LoRAs of clips are read only from this machine.
+        local_files_only: Whether LoRAs of clips are only read from this machine, not downloaded.
 
     Raises:
         ModelError: A file has a tensor that fits no weight of the model, or lacks a tensor of the
@@ -53,7 +53,8 @@ class PipelineLoras:
         self._local_files_only = local_files_only
         self._active: tuple[Lora, ...] = ()
         self._num_loaded = 0
-        # Names of the loaded adapters by key. The adapters of clips are ordered by their last use.
+        # Names of the loaded adapters by key. In `_clip_adapters`, the adapter that was used last
+        # is at the end.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
         # For each denoiser that has ever had a LoRA: the denoiser's parameters and their original
@@ -67,7 +68,7 @@ class PipelineLoras:
         self._set_adapters()
 
     def activate(self, loras: tuple[Lora, ...]) -> None:
-        """Activate the model's LoRAs and a clip's LoRAs, after loading those that are not loaded.
+        """Load the LoRAs that are not loaded yet, and activate the model's and the clip's LoRAs.
 
         Args:
             loras: LoRAs of the clip whose steps follow.
@@ -126,15 +127,15 @@ class PipelineLoras:
             used = [(adapters[key], lora.weight) for key, lora in keys if lora.part == part]
             names, weights = [name for name, _ in used], [weight for _, weight in used]
             getattr(self._pipe, part).set_adapters(names, weights)
-            # peft sets requires_grad to False when the first LoRA is loaded. For clips without
-            # LoRAs the original value is restored: torch chooses kernels by it, and other kernels
-            # give other bits.
+            # peft sets requires_grad to False when the first LoRA is loaded. Restore the original
+            # value for clips without LoRAs: torch's choice of kernels depends on it, and the
+            # results of other kernels differ in some bits.
             for parameter, required_grad in parameters:
                 parameter.requires_grad_(required_grad and not names)
 
 
 def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
-    """Return LoRAs with their keys. A LoRA that occurs twice has two keys and is loaded twice."""
+    """Return (key, LoRA) pairs. A LoRA that occurs twice has two keys, and is loaded twice."""
     counts: Counter[Lora] = Counter()
     keys = []
     for lora in loras:
@@ -157,7 +158,7 @@ def _lora_errors(file: LoraFile, checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextmanager
 def _without_skeletons(pipe: Any) -> Iterator[None]:
-    """Make diffusers load no LoRA into skeletons, which are denoisers without weights."""
+    """Keep diffusers from loading LoRAs into skeletons, which are denoisers without weights."""
     with ExitStack() as patches:
         for part in pipe._lora_loadable_modules:
             module = getattr(pipe, part, None)
@@ -171,8 +172,8 @@ def _without_skeletons(pipe: Any) -> Iterator[None]:
 def check_loras_fit(files: Iterable[LoraFile], checkpoint: Checkpoint) -> None:
     """Check the names and shapes of LoRA tensors against the configs of the denoisers.
 
-    The weights of the denoisers are not needed. A rank repeats this check when it loads the LoRA,
-    and also compares the tensors that peft has loaded.
+    This works without the weights of the denoisers. When a rank loads the LoRA, it repeats the
+    check, and also compares the tensors that peft has loaded with those of the file.
 
     Args:
         files: Checked files of LoRAs.
@@ -220,8 +221,8 @@ class _Traced(torch.Tensor):
     sources: frozenset[str] = frozenset()
     """Names of the tensors in the file from which this tensor was computed."""
     read: set[str]
-    """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`;
-    one set for all tensors of the file."""
+    """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`.
+    All tensors of the file share this set."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -239,14 +240,14 @@ class _Traced(torch.Tensor):
 def _converted(
     pipe: Any, transformer: Any, file: LoraFile, ignored: frozenset[str]
 ) -> dict[str, _Traced]:
-    """Return the tensors of a LoRA after diffusers' conversion for the denoiser, by new names.
+    """Convert the tensors of a LoRA as diffusers does, and return them by their new names.
 
     Args:
         pipe: Pipeline or pipeline class, whose methods convert LoRAs.
-        transformer: First denoiser of the pipeline. For image-to-video models, diffusers adds
-            zeros for weights of this denoiser that a text-to-video LoRA lacks.
+        transformer: First denoiser of the pipeline. If it is an image-to-video model, diffusers
+            adds zeros to a text-to-video LoRA, for the weights that such a LoRA lacks.
         file: File of the LoRA.
-        ignored: Names of tensors in the file that are ignored, because they fit no weight.
+        ignored: Names of the tensors in the file that may fit no weight.
 
     Raises:
         ModelError: The conversion drops a tensor of the file, or renames it for another component.
@@ -257,14 +258,14 @@ def _converted(
         each = traced[name] = tensor.as_subclass(_Traced)
         each.sources, each.read = frozenset([name]), read
     converted: dict[str, Any] = pipe.lora_state_dict(dict(traced))
-    # diffusers adds zeros for missing tensors.
+    # Add zeros for tensors that a text-to-video LoRA lacks, as diffusers does when it loads a LoRA.
     if expand := getattr(pipe, "_maybe_expand_t2v_lora_for_i2v", None):
         converted = expand(transformer=transformer, state_dict=converted)
     prefix = "transformer."
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
     }
-    # Condition under which diffusers' `load_lora_adapter` converts the names.
+    # diffusers' `load_lora_adapter` converts the names under the same condition.
     if given and "lora_A" not in next(iter(given)):
         given = convert_unet_state_dict_to_peft(given)
     used = read.union(*(each.sources for each in given.values()))
@@ -289,7 +290,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
         weight = getattr(getattr(module, "base_layer", module), "weight", None)
         if weight is None or factor.dim() < 2 or not key.endswith(".weight"):
             continue
-        # the `shape` of a weight from a GGUF file counts bytes
+        # For a weight from a GGUF file, `shape` counts bytes; `quant_shape` is the real shape.
         weight_shape = getattr(weight, "quant_shape", weight.shape)
         expected = weight_shape[1] if is_first else weight_shape[0]
         if factor.shape[1 if is_first else 0] != expected:
@@ -318,7 +319,7 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
     if strange := sorted(key for key in others if not given[key].sources <= ignored):
         _refuse(f"{short_repr(strange[0])} is not in a {kind}", strange)
     if len(others) == len(given):
-        raise ModelError(f"no tensor of the file is for a {kind}")
+        raise ModelError(f"no tensor of the file is for a {kind}", _OTHER_MODEL_HINT)
 
 
 def _check_loaded(
@@ -326,17 +327,17 @@ def _check_loaded(
 ) -> None:
     """Check that a loaded adapter has exactly the tensors of the LoRA file.
 
-    If the file lacked a tensor of the adapter, that tensor would be uninitialised memory, with
-    other values in each run.
+    If the file lacked a tensor of the adapter, this tensor would be uninitialised memory, which has
+    different values in each run.
 
     Raises:
         ModelError: A tensor is missing, unknown or not finite, or was not loaded.
     """
-    from peft import get_peft_model_state_dict  # peft is an optional dependency
+    from peft import get_peft_model_state_dict  # here, because peft is an optional dependency
 
     kind = type(denoiser).__name__
     if name not in getattr(denoiser, "peft_config", {}):
-        raise ModelError(f"no tensor of the file is for a {kind}")
+        raise ModelError(f"no tensor of the file is for a {kind}", _OTHER_MODEL_HINT)
     held = get_peft_model_state_dict(denoiser, adapter_name=name)
     others = given.keys() - held.keys()
     strange = sorted(key for key in others if not given[key].sources <= ignored)
@@ -363,10 +364,11 @@ def _names(sources: Iterable[str]) -> str:
 def _refuse(reason: str, tensors: list[str]) -> None:
     raise ModelError(
         f"{reason} ({len(tensors)} such tensors)" if len(tensors) > 1 else reason,
-        "use a LoRA that was trained for this model",
+        _OTHER_MODEL_HINT,
         details={"tensors": tensors[:_MAX_NAMED], "count": len(tensors)},
     )
 
 
+_OTHER_MODEL_HINT = "use a LoRA that was trained for this model"
 #: Maximum number of tensors that an error's `details` name.
 _MAX_NAMED = 20

@@ -62,11 +62,11 @@ class EngineModel:
         makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        # Structures of the denoiser's results, which a pair learns in its first steps; see
-        # `outputs` of `GuidanceBranches`, and of `SharedCalls`.
+        # Structures of the denoiser's results. A pair of ranks needs them, and learns them in its
+        # first steps; see `outputs` in `GuidanceBranches` and in `SharedCalls`.
         self._outputs: dict[torch.Size, Node] = {}
         self._shared_outputs: list[Node] = []
-        # Shapes of the tiles of every clip's decode; empty until the first `decode_part`.
+        # Shapes of the VAE's tiles, the same for every clip; empty until the first `decode_part`.
         self._tile_shapes: list[TileShape] = []
 
     def with_sampling(self, sampling: SamplingConfig) -> EngineModel:
@@ -83,9 +83,9 @@ class EngineModel:
         return type(self)(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
-        """Activate the model's LoRAs and a clip's LoRAs, after loading those that are not loaded.
+        """Load the LoRAs that are not loaded yet, and activate the model's and the clip's LoRAs.
 
-        The LoRAs are then also active in other `EngineModel`s with the same loaded components.
+        They become active in all `EngineModel`s that share the loaded components.
 
         Args:
             loras: LoRAs of the clip; empty: only the model's LoRAs are active.
@@ -141,7 +141,8 @@ class EngineModel:
             request: Clip with its prompts and seed.
 
         Returns:
-            Packet before the first step, with all tensors that the steps and the decode need.
+            Packet (state of the clip) before the first step, with all tensors that the steps and
+            the decode need.
 
         Raises:
             ModelError: The pipeline draws random numbers from torch's global generator.
@@ -166,15 +167,15 @@ class EngineModel:
         """Run steps `start` to `end` (exclusive).
 
         Args:
-            tensors: Tensors of the packet before these steps, which stay unchanged.
-            start: First step.
-            end: Step before which the range ends; above `start`.
+            tensors: Packet (state of the clip) before step `start`. Its tensors are not changed.
+            start: Index of the first step.
+            end: Index after the last step, above `start`.
             after_step: Callback that gets each step's index and its latent.
             partner: Other rank of a pair. Each rank evaluates one branch of the guidance, and both
                 ranks get the same result. None: this rank evaluates both branches.
 
         Returns:
-            Packet after these steps.
+            Packet before step `end`.
 
         Raises:
             ModelError: The pipeline behaves differently than the family's spec describes.
@@ -189,10 +190,10 @@ class EngineModel:
         return call.packet()
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Decode the packet after the last step, and set `audio` to the clip's sound, if any.
+        """Decode a clip to frames, and set `audio` to the clip's sound, if the model makes any.
 
         Args:
-            tensors: Tensors of the packet.
+            tensors: Tensors of the packet (state of the clip) after the last step.
 
         Returns:
             Frames (F, H, W, 3) uint8 RGB, on the device.
@@ -203,14 +204,14 @@ class EngineModel:
         postprocess = self._pipe.video_processor.postprocess_video
 
         def check_and_postprocess(video: torch.Tensor, **options: Any) -> Any:
-            # The postprocessing would turn NaN into black.
+            # Check before the postprocessing, which turns NaN into black pixels.
             if not bool(torch.isfinite(video).all()):
                 raise NotFiniteError("the VAE returned values that are not finite")
             return postprocess(video, **options)
 
         video, *audio = self.decode_with(tensors, check_and_postprocess)
         self.audio = to_audio(self._pipe, *audio, rate=self._spec.audio_rate)
-        return to_uint8(video[0])  # converts frames (F, 3, H, W) from 0 to 1
+        return to_uint8(video[0])  # video[0] is (F, 3, H, W), from 0 to 1
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:
         """Decode a part of a clip. Other ranks decode other parts, and `join_parts` joins them.
@@ -276,8 +277,8 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet after the last step.
-            parts: Results of `decode_part` for all parts, in order. The blending changes the tiles
-                in place.
+            parts: Results of `decode_part` for all parts, in order. Tiles are changed in place,
+                because the VAE blends their edges.
 
         Returns:
             Frames (F, H, W, 3) uint8 RGB, on the device.
@@ -292,12 +293,14 @@ class EngineModel:
             return self.decode(tensors)
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet with another postprocessing; return a tuple of video and, if any, sound.
+        """Decode a clip, with `postprocess` in place of the pipeline's own postprocessing.
 
         Args:
             tensors: Tensors of the packet after the last step.
-            postprocess: Function that replaces the pipeline's postprocessing of the video,
-                (1, 3, F, H, W).
+            postprocess: Function of the VAE's result, (1, 3, F, H, W), and options.
+
+        Returns:
+            Tuple of the postprocessed video and, if the model makes sound, the sound.
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             steps = self._sampling.num_inference_steps
@@ -305,21 +308,21 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def truncated_text(self, prompt: str) -> str:
-        """Return the end of a prompt that does not fit in `max_sequence_length` tokens.
+        """Return the end of a prompt that is cut off after `max_sequence_length` tokens.
 
-        The result is empty if the whole prompt fits, or if the pipeline does not cut prompts. Only
-        a rank that encodes has the tokenizer.
+        The result is empty if the whole prompt fits, or if the pipeline does not truncate prompts.
+        Only a rank that encodes can do this, because it has the tokenizer.
         """
         if not self._spec.cuts_prompts:
             return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        # The first argument of a processor of text and images is an image, not a prompt.
+        # A processor for text and images takes the image as first argument: use its tokenizer.
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids
         if len(tokens) <= length:
             return ""
-        # diffusers truncates the text and keeps the end-of-text token.
+        # diffusers cuts off text tokens, and keeps the end-of-text token as the last one.
         has_end = int(tokens[-1] == tokenizer.eos_token_id)
         return str(tokenizer.decode(tokens[length - has_end : len(tokens) - has_end]))
 
@@ -336,7 +339,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Call the pipeline for steps or the decode; the packet's records replace the encode."""
+        """Call the pipeline for steps or the decode, with the packet in place of the encode."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -354,9 +357,9 @@ def call_arguments(
     request: ClipRequest,
     source: ModelInput | None,
 ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's `__call__` for one clip, except those that are None.
+    """Return the arguments of the pipeline's `__call__` for one clip, without those that are None.
 
-    The function also sets the clip's scheduler and guiders in the pipeline.
+    As a side effect, the pipeline gets a new scheduler and new guiders for the clip.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -384,7 +387,9 @@ def call_arguments(
 
 
 def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) -> None:
-    """Set a new scheduler and new guiders with a clip's parameters in a pipeline that has them.
+    """Replace a pipeline's scheduler and guiders by new ones with the parameters of a clip.
+
+    A guider is diffusers' object that applies the guidance. Many pipelines have none.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -438,7 +443,7 @@ def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dic
 
 
 def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
-    """Return black images or videos in place of a clip's input; None if the input is only text.
+    """Return black images or videos in place of a clip's real ones; None for clips from text.
 
     Args:
         sampling: Resolved sampling parameters.
@@ -498,9 +503,9 @@ def to_audio(
 #
 # diffusers' `_resize_with_antialiasing` blurs the whole image, which takes 9 GiB for 50 megapixels,
 # and then interpolates. For each of the 224 rows and columns of the result, the interpolation reads
-# only four rows and columns of the image. The functions below blur only those rows and columns, one
-# band of rows at a time. The result has the same bits, because each pixel is computed by the same
-# convolution in the same order.
+# only four rows and columns of the image. The functions below blur only the rows and columns that
+# are read, one band of rows at a time. The result has the same bits, because the same convolution
+# computes each pixel, in the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
@@ -508,19 +513,19 @@ _CHANNELS = 3
 _BAND_ROWS = 256
 _HEIGHT, _WIDTH = -2, -1
 # Bicubic interpolation reads four positions: from one before the rounded-down coordinate to two
-# after it. One more position is added on both sides, because torch computes coordinates in single
-# precision.
+# after it. One more position is added on both sides, because torch's coordinates have rounding
+# errors (single precision).
 _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
     """Return an image resized for CLIP, pixels in [0, 1], and for the VAE, pixels in [-1, 1]."""
     processor = pipe.video_processor
-    # The method of the class is used, because a pipeline call in another thread may have replaced
-    # the method of the object.
+    # Take the method from the class: a pipeline call in another thread may have replaced the
+    # object's method.
     preprocess = type(processor).preprocess
     return {
-        # The resized image is in [-1, 1]. `_encode_image` of diffusers converts it to [0, 1].
+        # Convert from [-1, 1] to [0, 1], as diffusers' `_encode_image` does.
         _CLIP_PIXELS: (resize_for_clip(image) + 1.0) / 2.0,
         _VAE_PIXELS: preprocess(processor, image, height=sampling.height, width=sampling.width),
     }
@@ -553,8 +558,8 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
-    # The tensor has the image's size, because the interpolation depends on the size. Rows that are
-    # never written take no memory.
+    # The interpolation depends on the image's size, so the tensor is as large as the image. Rows
+    # that are never written take no physical memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
     rows, columns = (
         torch.cat([torch.arange(*span) for span in _spans(size)])
@@ -568,13 +573,13 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
 def _pixels(image: Image.Image, top: int) -> torch.Tensor:
     band = image.crop((0, top, image.width, min(top + _BAND_ROWS, image.height)))
     pixels: torch.Tensor = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(band))
-    return (pixels * 2.0 - 1.0).contiguous()  # diffusers normalises pixels the same way
+    return (pixels * 2.0 - 1.0).contiguous()  # from [0, 1] to [-1, 1], as diffusers does
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
     """Blur pixels along one dimension, only at the positions that the interpolation reads."""
-    # The import is in this function, because other families do not need it, and because
-    # `silence_libraries` must run first.
+    # Imported here, because other families do not need the module, and because `silence_libraries`
+    # must run before the import.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
 
     size = pixels.shape[dim]
@@ -598,7 +603,8 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 def _spans(size: int) -> list[tuple[int, int]]:
     """Return the positions along a side of `size` pixels that the interpolation reads.
 
-    The result is a list of ranges (start, stop), without stop, with gaps between the ranges.
+    Returns:
+        Ranges (start, stop) in order, with gaps between them. `stop` is exclusive.
     """
     spans: list[tuple[int, int]] = []
     for index in range(_SIDE):

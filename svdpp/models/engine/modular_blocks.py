@@ -20,16 +20,20 @@ from svdpp.models.engine.records import is_unchanged, tensors_in
 
 
 def _is_leaf(block: Any) -> bool:
-    """Whether a block does work itself: it is a loop, or has no sub-blocks."""
+    """Whether a block is a leaf, which does work itself: a loop, or a block without sub-blocks."""
     return isinstance(block, LoopSequentialPipelineBlocks) or not block.sub_blocks
 
 
 def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return pairs of a leaf of a tree of blocks and the leaf's containers, outermost first.
+    """Return all leaves of a tree of blocks, each with the blocks that contain it.
 
     Args:
-        block: Root of the tree. Leaves in all branches of conditional blocks are returned.
-        around: Containers of the root.
+        block: Root of the tree.
+        around: Blocks that contain the root, outermost first.
+
+    Returns:
+        (leaf, containers) pairs in order, with the outermost container first. Leaves in all
+        branches of conditional blocks are included.
     """
     if _is_leaf(block):
         return [(block, around)]
@@ -38,7 +42,7 @@ def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tup
 
 
 def repeats_blocks(block: Any) -> bool:
-    """Whether a container runs its sub-blocks by code of its own, perhaps several times."""
+    """Whether a block has its own code to run its sub-blocks, which may run them several times."""
     own = type(block).__call__ is not SequentialPipelineBlocks.__call__
     return isinstance(block, SequentialPipelineBlocks) and own
 
@@ -68,7 +72,7 @@ def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
 
 
 def is_denoising_loop(block: Any, denoisers: Collection[str]) -> bool:
-    """Whether a block runs sub-blocks in a loop, one of which calls a denoiser."""
+    """Whether a block is a loop of sub-blocks, one of which calls a denoiser."""
     return isinstance(block, LoopSequentialPipelineBlocks) and uses_denoisers(block, denoisers)
 
 
@@ -84,13 +88,13 @@ def names_read(
 
     Args:
         blocks: Tree of blocks of a pipeline.
-        block: Leaf of the tree.
-        kwargs_mapping: `kwargs_mapping` of the `PipelineState`: names of values by the kind of
-            keyword arguments that they belong to.
+        block: Leaf of the tree: a block without sub-blocks, or a loop.
+        kwargs_mapping: `kwargs_mapping` of the `PipelineState`. It maps a kind of keyword arguments
+            to the names of the values of this kind.
 
     Returns:
-        Names of the inputs; and names of the values that conditional blocks test for presence, to
-        choose a branch.
+        Names of the inputs; and names of the values by whose presence conditional blocks choose a
+        branch.
     """
     leaves = leaf_blocks(blocks)
     first = next(index for index, (leaf, _) in enumerate(leaves) if leaf is block)
@@ -118,11 +122,11 @@ def names_read(
 
 
 class SubBlockEntry:
-    """Snapshot of a `BlockState` at the start of a sub-block, so that it can run again.
+    """Snapshot of a `BlockState` at the start of a sub-block, from which the sub-block can rerun.
 
     Args:
-        values: Values by name. The snapshot includes the states of the random generators among the
-            values.
+        values: Values of the `BlockState` by name. If some of them are random generators, the
+            snapshot includes the generators' states.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -154,7 +158,9 @@ def traced_block_state(first_uses: dict[str, str]) -> Any:
 
     class Traced(BlockState):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            if name == "__dict__":  # reading `__dict__`, as `as_dict` does, is a read of all values
+            if (
+                name == "__dict__"
+            ):  # `as_dict` reads `__dict__`, which counts as a read of all values
                 for each in object.__getattribute__(self, name):
                     first_uses.setdefault(each, "read")
             elif not name.startswith("__"):
@@ -175,9 +181,10 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value that has the storage, shape and strides of a tensor, or else the tensor.
+    """Return the value with the same storage, shape and strides as a tensor, or else the tensor.
 
-    The packer packs a tensor once if it occurs twice, but only if it is the same Python object.
+    The packer packs a tensor that occurs twice only once if both are the same Python object. This
+    function finds that object.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):

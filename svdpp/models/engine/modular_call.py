@@ -11,17 +11,18 @@ unmodified pipeline. Hooks at the blocks skip what other ranks do:
   steps [2, 4)  skipped         skipped      skipped      runs         runs -
   decode        skipped         skipped      skipped      skipped      skipped      run
 
-`-` marks where the call ends. Skipped blocks cost nothing: the packet has the values that later
-blocks declare as inputs, and the BlockState. It also has what steps change elsewhere: attributes of
-schedulers, guiders and denoisers, random generators, and the branches of conditional blocks.
+`-` marks where the call ends. Skipped blocks cost no time. In their place, the packet that one rank
+sends to the next has the values that later blocks declare as inputs, and the BlockState. It also
+has what steps change elsewhere: attributes of schedulers, guiders and denoisers, states of random
+generators, and the chosen branches of conditional blocks.
 
-A step is one or more calls of denoisers, ended by the first `scheduler.step`. A pipeline without a
-scheduler makes one step in each iteration: the end of the iteration ends the step, and its latent
-is the value `latents` of the BlockState.
+A step is one or more calls of denoisers, followed by `scheduler.step`, whose first call ends the
+step. If a pipeline has no scheduler, each iteration is one step, and the new latent is the value
+`latents` of the BlockState.
 
 Some pipelines make a clip in chunks: an iteration makes one chunk, and one of its sub-blocks runs
-all steps of the chunk in a loop of its own. A call that begins inside such a sub-block runs it from
-its start with phantom steps: until the first step of the call, denoisers return zeros, and
+all steps of the chunk in its own loop. If a call begins between two of these steps, it runs the
+whole sub-block, but the steps of earlier ranks are phantom steps: denoisers return zeros, and
 `scheduler.step` returns the last result of the earlier rank.
 """
 
@@ -80,7 +81,7 @@ from svdpp.models.engine.shared_calls import SharedCalls
 class _Stop(BaseException):
     """Exception that ends the call of the pipeline.
 
-    The class does not inherit from `Exception`, because diffusers would log the traceback.
+    The base class is not `Exception`, because diffusers logs the traceback of each `Exception`.
     """
 
 
@@ -99,26 +100,27 @@ class ModularCall:
     received: Tensors
     """Tensors of the received packet."""
     end: int | None
-    """Step before which the call ends; None: the call runs to the end of the pipeline."""
+    """Index after the last step of the call. None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
-    """Shape and dtype of the latent before the first step; None: this call does not encode. If the
-    pipeline has no latent yet, the packet contains zeros of this shape. Some pipelines put
-    positions of images before the latent. No step changes these, so the packet lacks them."""
+    """Shape and dtype of the latent before the first step. None: this call does not encode. If the
+    pipeline has no latent yet, the packet contains zeros of this shape. Some pipelines put the
+    tokens of images before those of the latent. No step changes the images' tokens, so the packet
+    lacks them."""
     after_step: AfterStep | None = None
-    """Callback after each step of the call; an exception from it ends the call."""
+    """Callback after each step of the call. If it raises an exception, the call ends."""
     branches: GuidanceBranches | None = None
-    """Division of a step's calls of the denoiser between two ranks by guidance branch, for blocks
-    that run whole steps; None: calls are not divided in this way."""
+    """Division of the denoiser calls between two ranks, one guidance branch each, for blocks that
+    run whole steps. None: this rank evaluates both branches, or `shared` is used."""
     shared: SharedCalls | None = None
-    """Division of a block's calls of the denoiser between two ranks by turns, for blocks that run
-    a part of a step; None: calls are not divided in this way."""
+    """Division of the denoiser calls between two ranks, which take turns, for blocks that run only
+    a part of a step. None: this rank makes all calls, or `branches` is used."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
         self._structure: Node = {}
         self._packer = StatePacker({})
         self._steps: int = self.given["steps"] if self.given else 0
-        self._evaluations = 0  # number of calls of denoisers in the current step
+        self._evaluations = 0  # number of denoiser calls in the current step
         self._latents: torch.Tensor | None = None
         # Branches of conditional blocks outside of loops, in the order in which they were chosen.
         self._selected: list[Any] = list(self.given["selected"]) if self.given else []
@@ -136,8 +138,9 @@ class ModularCall:
         self._sub_block = 0
         self._skipped = 0
         self._resume: Node | None = None
-        # The current sub-block: steps done inside, phantom steps left, results of its denoisers in
-        # this step, and the last result of each series of steps.
+        # The current sub-block: number of finished steps; number of phantom steps left; results of
+        # the denoisers in this step; and the last result of each series of steps (each
+        # `scheduler.set_timesteps` begins a series).
         self._inner_steps = 0
         self._phantom_steps = 0
         self._outputs: list[Node | None] = []
@@ -146,7 +149,7 @@ class ModularCall:
         # Attributes of components after the last step of the call, by the name of the component.
         self._after_last_step: dict[str, Attributes] = {}
         self._entry: SubBlockEntry | None = None
-        # whether the calls of denoisers in the sub-block are divided between two ranks
+        # Whether the current sub-block's calls of denoisers are divided between two ranks.
         self._is_shared_block = False
 
     def packet(self) -> Tensors:
@@ -154,7 +157,7 @@ class ModularCall:
         return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
-        return self  # a pipeline may copy its scheduler: the copy keeps this object as its handler
+        return self  # a pipeline may copy its scheduler, whose hook refers to this object
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -164,7 +167,7 @@ class ModularCall:
             arguments: Inputs of the pipeline; empty if this call begins at a packet.
 
         Returns:
-            `PipelineState` at the end of the pipeline; None if the call ends before a step.
+            `PipelineState` at the end of the pipeline; None if the call ends at the step `end`.
 
         Raises:
             ModelError: The pipeline draws from torch's global generator, runs another number of
@@ -218,7 +221,7 @@ class ModularCall:
         index, self._num_begun = self._num_begun, self._num_begun + 1
         self._resume = None
         if self.given is not None and index <= self.given["block"]:
-            # the state is set again before each skipped block, because containers set values, too
+            # Set the state again before each skipped block: the blocks that contain it set values.
             self._set_state(state)
             if index < self.given["block"]:
                 return components, state
@@ -274,7 +277,7 @@ class ModularCall:
         self._sub_block, self._skipped, self._block_state = 0, 0, block_state
         if self._resume is not None:
             values = values_of(block_state)
-            values.clear()  # only the received values stay, even after the last iteration
+            values.clear()  # only the received values remain, even if no iteration follows
             values.update(self._received_block_state)
             if index < self._resume["iteration"]:
                 return components, block_state
@@ -342,7 +345,7 @@ class ModularCall:
     # 3. A step.
 
     def evaluate(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a denoiser; in a phantom step, return zeros in the shape of its result.
+        """Call a denoiser, or return zeros of its result's shape in a step of an earlier rank.
 
         Args:
             real: Method `forward` of the denoiser.
@@ -393,7 +396,7 @@ class ModularCall:
         return real(*args, **kwargs)
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`; in a phantom step, return the result in the packet instead.
+        """Call `scheduler.step`, or return the packet's result in a step of an earlier rank.
 
         Args:
             real: Method `step` of a scheduler.
@@ -416,8 +419,8 @@ class ModularCall:
                 self.branches.end_step(self._steps)
             result = real(*args, **kwargs)
             outputs = self._outputs
-        # A step may have several schedulers. The first `scheduler.step` after a call of a denoiser
-        # ends the step.
+        # A step may use several schedulers. The first `scheduler.step` after a call of a denoiser
+        # ends the step, and later ones do not count.
         if self._evaluations or (is_phantom and self._outputs):
             states = [each.get_state() for each in generators_in(values_of(self._block_state))]
             made = {"result": result, "outputs": outputs, "generators": states}
@@ -429,10 +432,10 @@ class ModularCall:
         return result
 
     def _end_step(self, result: Any) -> None:
-        """Count a finished step, keep its latent, and call `after_step`.
+        """Count a finished step, store its latent, and call `after_step`.
 
         Args:
-            result: Result of `scheduler.step`, or the latent.
+            result: Result of `scheduler.step`; without a scheduler, the latent.
         """
         self._latents = step_latent(result)
         self._ran_step = True
@@ -457,10 +460,11 @@ class ModularCall:
         """Pack the state of the pipeline at the end of this rank's steps, and end the call.
 
         Args:
-            place: Iteration of the loop, and number of its sub-blocks before the cut; None: the cut
-                is before the loop.
-            is_inside: Whether the cut is inside the next sub-block. The next rank then runs this
-                sub-block from its start again, with the BlockState at its start.
+            place: Place where the call ends: index of the iteration, and number of finished
+                sub-blocks in it. None: the call ends before the loop.
+            is_inside: Whether the call ends in the middle of the sub-block after `place`. The
+                packet then has the BlockState at the start of this sub-block, which the next rank
+                runs again.
         """
         packer = self._packer = StatePacker(self.pipe.components)
         values: dict[str, Any] = {}
@@ -473,9 +477,9 @@ class ModularCall:
                     raise self._error(f"changes {name} in place in a block that runs whole steps")
         assert self._latents is not None
         latents = packer.pack(same_in(values, self._latents), LATENTS)
-        # Tensors that each iteration writes before it reads them are left out of the packet. Which
-        # tensors these are is known only after a whole iteration. If an iteration has several
-        # steps, all tensors are sent, because packets must not depend on where a call began.
+        # The packet does not need tensors that each iteration writes before it reads them. They are
+        # known only after a whole iteration. If an iteration has several steps, all tensors are
+        # sent, because a packet must not depend on the step at which the call began.
         written = set()
         is_whole = place is not None and self._sub_block == len(self._loop.sub_blocks)
         if is_whole and self._inner_steps == 1 and not (is_inside or self._skipped):
@@ -486,15 +490,15 @@ class ModularCall:
             else [name, packer.pack(value, f"block.{name}")]
             for name, value in values.items()
         ]
-        # After the last step, the pipeline may have begun another series of steps, so the packet
-        # gets the attributes from the end of the last step.
+        # Between the last step and this point, the pipeline may have begun another series of steps
+        # and changed attributes. So the packet gets the attributes from the end of the last step.
         after = self._after_last_step if is_inside else {}
         attributes = {
             name: after.get(name) or attributes_of(part) for name, part in self._parts.items()
         }
         self._structure = {
             "steps": self._steps,
-            "latents": latents,  # the latent need not be a part of the state
+            "latents": latents,  # sent by itself, because it may not be a value of the state
             "block": self._num_begun - 1,
             "selected": self._selected[: self._num_selects],
             "state": self._packed_state(values),
@@ -511,10 +515,10 @@ class ModularCall:
         raise _Stop
 
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
-        """Return pairs of name and structure of the values that blocks of later ranks read.
+        """Return [name, structure] pairs of the values that blocks of later ranks read.
 
-        Two kinds of tensors are packed without data: those that the loop has replaced, and those
-        that conditional blocks only test for presence.
+        Two kinds of tensors are described but not sent: tensors that the loop has replaced, and
+        tensors of which conditional blocks only check whether they are None.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}
@@ -530,10 +534,10 @@ class ModularCall:
         return packed
 
     def _packed_inner(self) -> Node:
-        """Return the structure for a packet that is made between two steps of one sub-block.
+        """Return the part of a packet's structure that is needed between two steps of a sub-block.
 
-        The structure has the number of steps done inside the sub-block, the states of the
-        generators at the start of the sub-block, and the last result of each series of steps.
+        It has the number of finished steps of the sub-block, the states of the generators at the
+        start of the sub-block, and the last result of each series of steps.
         """
         assert self._entry is not None
         packer = self._packer
@@ -594,8 +598,8 @@ class ModularCall:
             )
         }
         self._denoisers = {name: own[name] for name in self.spec.denoisers if name in own}
-        # Schedulers and guiders of this clip. Denoisers are not copied: their attributes are set
-        # back.
+        # Copies of the schedulers and guiders for this call. Denoisers are not copied; their
+        # attributes are reset after the call.
         self._parts = {
             name: each if name in self._denoisers else copy.deepcopy(each)
             for name, each in own.items()
@@ -611,7 +615,7 @@ class ModularCall:
                 stack.callback(set_back_component, denoiser, self._before[name])
                 forward = self._denoiser(name, denoiser)
                 stack.enter_context(patch_methods(denoiser, forward=forward))
-            # the blocks are copied, because all pipelines of a process may share them
+            # Hook a copy of the blocks, because all pipelines of a process may share them.
             pipe._blocks = copy.deepcopy(blocks)
             stack.callback(setattr, pipe, "_blocks", blocks)
             self._hook_tree(pipe._blocks)

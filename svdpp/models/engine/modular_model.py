@@ -1,4 +1,4 @@
-"""Model of one rank: encode, steps and decode as partial calls of a modular pipeline."""
+"""`ModularModel`: encode, steps and decode of diffusers' modular pipelines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from svdpp.models.engine.shared_calls import SharedCalls
 
 
 class ModularModel(EngineModel):
-    """Model of one rank, of any family whose pipelines are modular."""
+    """Model of one rank, for families whose pipelines are modular."""
 
     @property
     def _modular(self) -> ModularSpec:
@@ -62,12 +62,14 @@ class ModularModel(EngineModel):
         return call.packet()
 
     def decode_with(self, tensors: Tensors, postprocess: Callable[..., Any]) -> Any:
-        """Decode a packet with another postprocessing; return a tuple of video and, if any, sound.
+        """Decode a clip, with `postprocess` in place of the pipeline's own postprocessing.
 
         Args:
-            tensors: Tensors of the packet after the last step.
-            postprocess: Function that replaces the pipeline's postprocessing of the video,
-                (1, 3, F, H, W).
+            tensors: Tensors of the packet (state of the clip) after the last step.
+            postprocess: Function of the VAE's result, (1, 3, F, H, W), and options.
+
+        Returns:
+            Tuple of the postprocessed video and, if the model makes sound, the sound.
         """
         with patch_methods(self._pipe.video_processor, postprocess_video=postprocess):
             state = self._later_modular_call(tensors, None).run({})

@@ -1,7 +1,8 @@
-"""Values of a modular pipeline's state as named tensors and a structure, for packets.
+"""Conversion of a modular pipeline's state to named tensors and a structure (JSON), and back.
 
-The state of a modular pipeline holds more kinds of values than the results that `records` packs:
-random generators, dtypes, NumPy arrays, schedulers, and objects of diffusers and transformers.
+One rank sends both to the next in a packet. The state of a modular pipeline has more kinds of
+values than the results that `records` packs: random generators, dtypes, NumPy arrays, schedulers,
+and objects of diffusers and transformers.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class AbsentValue:
-    """Stand-in for a value that no packet can carry, such as an image that was already encoded.
+    """Placeholder for a value that was not sent, such as an image that was already encoded.
 
-    The stand-in is not None, so that conditional blocks choose the branch that they would choose
-    with the value. Every use of it raises `ModelError`.
+    The placeholder is not None, so conditional blocks choose the same branch as with the value. Any
+    other use of the placeholder raises `ModelError`.
 
     Args:
         description: Name and class of the value.
@@ -52,7 +53,7 @@ class AbsentValue:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         description = object.__getattribute__(self, "description")
         raise ModelError(
-            f"a step or the decode reads {description}, which no packet carries",
+            f"a step or the decode reads {description} which svdpp cannot send to another rank",
             details={"value": description},
         )
 
@@ -65,21 +66,22 @@ class AbsentValue:
 
 
 class StatePacker(Packer):
-    """Packer of all kinds of values that a modular pipeline's state holds.
+    """Packer for all kinds of values in a modular pipeline's state.
 
-    An object that occurs several times is packed once and stays one object.
+    An object that occurs several times is packed once, and is one object again on the next rank.
 
     Args:
-        components: Components of the pipeline by name; a packet only names them.
-        keeps: Whether the packer keeps the tensors. False: only structures can be used.
+        components: Components of the pipeline by name. If a value is a component, only its name is
+            packed, because every rank has the component.
+        keeps: Whether the packer keeps the tensors. False: it only returns structures.
     """
 
     def __init__(self, components: dict[str, Any], *, keeps: bool = True) -> None:
         super().__init__(keeps=keeps)
         named = {name: each for name, each in components.items() if each is not None}
         self._components = {id(each): name for name, each in named.items()}
-        # Numbers of packed objects, by the objects' ids in Python. The objects are kept alive, so
-        # that their ids stay unique.
+        # Numbers of packed objects, by Python's `id`. `_objects` keeps the objects alive, because
+        # Python may give the id of a deleted object to a new one.
         self._numbers: dict[int, int] = {}
         self._objects: list[Any] = []
         self._storages: set[int] = set()
@@ -90,10 +92,11 @@ class StatePacker(Packer):
         Args:
             value: Value of the pipeline's state, or of a component's `__dict__`.
             name: Prefix for the names of the tensors.
-            may_be_absent: Whether an object that no packet can carry becomes an `AbsentValue`.
+            may_be_absent: Whether an object of a type that cannot be sent becomes an `AbsentValue`
+                on the next rank.
 
         Raises:
-            ModelError: No packet can carry the value.
+            ModelError: The value is of a type that cannot be sent.
         """
 
         def part(value: Any, key: object) -> Node:
@@ -121,7 +124,7 @@ class StatePacker(Packer):
         if may_be_absent:
             return _absent(f"{name}, a {type(value).__name__},")
         raise ModelError(
-            f"no packet carries {name}, a {type(value).__name__}",
+            f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
             details={"name": name, "type": type(value).__name__},
         )
 
@@ -131,15 +134,15 @@ class StatePacker(Packer):
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
         if tensor.dim() == 0:
-            # Each scalar gets a name of its own, even if it occurs twice. Two schedulers may hold
-            # the same timestep as one tensor, or as two if one scheduler is from a packet. The next
-            # packet must be the same in both cases.
+            # Pack each scalar under its own name, even if it occurs twice. Two schedulers may share
+            # one tensor for a timestep, or have two equal tensors if one scheduler is from a
+            # packet. The next packet must be the same in both cases.
             tensor = tensor.view(())
         node = super()._pack_tensor(tensor, name)
         kept = self.tensors.get(name)
         if kept is not None and node["name"] == name:
-            # A view of another tensor, such as one of a scheduler's timesteps, gets its own memory:
-            # safetensors does not store views.
+            # Copy a view of another tensor, such as one of a scheduler's timesteps, because
+            # safetensors cannot store two tensors that share memory.
             storage = kept.untyped_storage()._cdata
             if storage in self._storages:
                 self.tensors[name] = kept.clone()
@@ -149,7 +152,7 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs an object of a known class; None: no packet can carry it."""
+        """Return a function that packs a value of a known class; None for other classes."""
         kind = type(value)
         if isinstance(value, torch.Generator):
             is_host = value.device.type == "cpu"
@@ -196,8 +199,8 @@ class StatePacker(Packer):
         return {**make(), "id": number}
 
 
-#: Name of the attribute with an object's config. It is packed for objects such as a copy of the
-#: scheduler, but not for components, because these have the same config on every rank.
+#: Name of the attribute with an object's config. Objects such as a copy of the scheduler are packed
+#: with their config. Components are packed without it, because every rank has the config.
 _CONFIG = "_internal_dict"
 #: Attributes that the engine, torch or diffusers add to objects, and that are not state.
 NOT_STATE = frozenset({"_parameters", "_modules", HOOK, _CONFIG, "forward", "_diffusers_hook"})
@@ -210,8 +213,8 @@ class StateUnpacker:
         tensors: Tensors of the packet, by name.
         components: Components of this rank's pipeline, by name.
         device: Device of this rank.
-        zeros: Whether tensors that the packet lacks become zeros; otherwise they become NaN
-            everywhere (0 for integers), and take no memory.
+        zeros: Whether tensors that the packet lacks become zeros. Otherwise they become NaN
+            everywhere (0 for integers), with the memory of one element.
     """
 
     def __init__(
@@ -257,7 +260,7 @@ class StateUnpacker:
         return self._object(node)
 
     def _object(self, node: Node) -> Any:
-        """Rebuild an object that other parts of the structure may name by its number."""
+        """Rebuild an object, and register it under its number for nodes of kind `same`."""
         value: Any
         if node["kind"] == "generator":
             value = torch.Generator("cpu" if node["is_host"] else self._device)
@@ -267,8 +270,7 @@ class StateUnpacker:
             array = self.get(node["array"]).numpy()
             value = array[()] if node["is_scalar"] else array
         elif node["kind"] == "list":
-            # The list is registered before its items are rebuilt, because an item may contain the
-            # list.
+            # Register the list before its items are rebuilt, because an item may refer to the list.
             value = self._objects[node["id"]] = []
             value.extend(self.get(each) for each in node["items"])
         elif node["kind"] == "dict":
@@ -299,5 +301,5 @@ def _absent(description: str) -> Node:
 
 
 def _computes(value: Any) -> bool:
-    """Whether a value is a module or another component that computes; no packet carries these."""
+    """Whether a value is a module or another object with `forward`, which is never sent."""
     return isinstance(value, torch.nn.Module) or callable(getattr(value, "forward", None))

@@ -1,9 +1,9 @@
 """Record and replay of the results of a pipeline's methods.
 
-The pipeline call that encodes records the results, and all later calls replay them, on any rank.
-For this, methods of the pipeline and of the components are replaced during a call. A packet
-contains the results as named tensors and a structure: JSON with plain values, and with the name,
-shape, dtype and strides of each tensor.
+The pipeline call that encodes records the results. All later calls, on any rank, replay them. To do
+so, methods of the pipeline and of its components are replaced during a call. A packet, which one
+rank sends to the next, contains the results as named tensors and a structure. The structure is JSON
+with the plain values, and with the name, shape, dtype and strides of each tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from svdpp.errors import ModelError
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.hooks import HOOK
 
-#: Node of a structure: a JSON object whose key `kind` determines which other keys it has.
+#: Node of a structure: a JSON object for a tensor, a plain value or a container. The key `kind`
+#: says which of the three it is, and so which other keys it has.
 Node = dict[str, Any]
 
 # Attributes of a scheduler that are not part of its state: the first is set by svdpp's hooks, the
@@ -52,8 +53,8 @@ _METHODS = ("forward", "encode", "decode", "get_image_features", "get_text_featu
 _PREPROCESS = ("preprocess", "preprocess_video")
 _NOT_RECORDED = ("__init__", "__call__", "check_inputs", "progress_bar")
 
-# The memory estimate finds tensors only in pytree nodes. diffusers and transformers register their
-# output classes as such nodes, but not `DiagonalGaussianDistribution`.
+# The memory estimate finds tensors only in classes that torch's pytree knows. diffusers and
+# transformers register their output classes, but not `DiagonalGaussianDistribution`.
 register_pytree_node(
     DiagonalGaussianDistribution,
     lambda value: ([value.parameters], value.deterministic),
@@ -62,7 +63,7 @@ register_pytree_node(
 
 
 class Packer:
-    """Packer that divides a value into a structure and named tensors.
+    """Converter of a value to a structure, which is JSON, and named tensors.
 
     A structure is a tree of JSON objects, one for each container, plain value and tensor in the
     value. The object of a tensor has only the tensor's name, shape, dtype and strides. The tensor
@@ -84,7 +85,7 @@ class Packer:
             name: Prefix for the names of the tensors.
 
         Raises:
-            ModelError: The value holds an object that no packet can carry.
+            ModelError: The value contains an object of a type that cannot be sent.
         """
         if isinstance(value, torch.Tensor):
             return self._pack_tensor(value, name)
@@ -95,7 +96,7 @@ class Packer:
             return {"kind": type(value).__name__, "items": items}
         if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
             raise ModelError(
-                f"no packet carries {name}, a {type(value).__name__}",
+                f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
                 details={"name": name, "type": type(value).__name__},
             )
         node = {"items": {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}}
@@ -112,8 +113,8 @@ class Packer:
         if (known := next(same, None)) is None:
             known = name
             self._sources[name], self.tensors[name] = tensor, tensor.contiguous()
-        # Strides are kept, because kernels may give other bits for another order in memory. Gaps,
-        # as in a slice of a larger tensor, are not kept.
+        # The strides are sent, because the bits of a kernel's result may depend on the order of the
+        # elements in memory. Gaps between elements, as in a slice of a larger tensor, are removed.
         dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
         stride = None if dense.is_contiguous() else list(dense.stride())
         return {**node, "name": known, "stride": stride}
@@ -137,7 +138,7 @@ def read_structure(packet: Tensors) -> Node:
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of a value whose tensors are not sent, so it does not name them."""
+    """Return the structure of a value without tensor names, for tensors that are not sent."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -145,8 +146,8 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor that the packet lacks is rebuilt as NaN everywhere (0
-            for integers), without allocating memory for each element.
+        node: Structure of the value. A tensor without a name, which the packet lacks, is rebuilt as
+            NaN everywhere (0 for integers), with the memory of one element.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 
@@ -226,7 +227,7 @@ def _output_class(path: str) -> Any:
     """Return the output class of diffusers or transformers at `path` (module:name).
 
     Raises:
-        ValueError: The path names another class, which is not imported.
+        ValueError: The path names another class.
     """
     cls = library_class(path)
     if not issubclass(cls, OrderedDict):
@@ -248,7 +249,8 @@ def library_class(path: str) -> Any:
     """Return the class of diffusers or transformers at `path` (module:name).
 
     Raises:
-        ValueError: The path names no class of these libraries. No other module is imported.
+        ValueError: The path names no class of these libraries. Modules of other packages are never
+            imported.
     """
     module, _, name = path.partition(":")
     found: Any = None
@@ -262,7 +264,7 @@ def library_class(path: str) -> Any:
 
 
 def snapshot_attributes(value: Any, ignored: Collection[str] = ()) -> dict[str, Any]:
-    """Return a copy of an object's `__dict__`, such as a scheduler's before its first step.
+    """Return a copy of an object's `__dict__`, to find out later which attributes have changed.
 
     Args:
         value: Object with attributes.
@@ -297,7 +299,7 @@ def is_unchanged(before: Any, now: Any) -> bool:
 
     Args:
         before: Earlier value.
-        now: Present value.
+        now: Current value.
     """
     if type(before) is not type(now):
         return False
@@ -311,7 +313,7 @@ def is_unchanged(before: Any, now: Any) -> bool:
     return before is now or (isinstance(before, (int, float, str)) and bool(before == now))
 
 
-#: Most axes of a latent: batch, channels, frames, height and width.
+#: Largest number of axes of a latent: batch, channels, frames, height and width.
 _LATENT_AXES = 5
 
 
@@ -361,12 +363,14 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 #   _get_add_time_ids            record.3               record.3
 #   prepare_latents              latents, drew.4.0      latents, generator.0
 #
-# `drew.4.0` is the state of the generator after the method, because the method drew noise. After a
-# step, `latents` is the new latent, and `generator.0` is the generator's state after the step.
+# `prepare_latents` draws noise, so the packet also has `drew.4.0`, the state of the generator after
+# this method. After a step, `latents` is the new latent, and `generator.0` is the generator's state
+# after the step.
+#
 # Later pipeline calls return these records by method name, in order, and need no encoder. If a
 # recorded method calls another method, the inner method is not recorded, because the replay of the
-# outer method does not call it. Methods that return no tensor and draw no noise are not recorded
-# but run again, because they are cheap and may set attributes of the pipeline.
+# outer method does not call it. A method that returns no tensor and draws no noise is not recorded
+# but runs again in later calls, because it is cheap and may set attributes of the pipeline.
 
 
 @dataclass(eq=False)
@@ -381,14 +385,14 @@ class Records:
     """Records in the received packet. None: this pipeline call encodes, and records the methods'
     results itself."""
     paused: bool = False
-    """Whether methods run without being recorded or replayed, as during denoising steps."""
+    """Whether methods run as usual, without record or replay, as they do in denoising steps."""
 
     def __post_init__(self) -> None:
         self._left = list(self.given or ())
         self._made: list[tuple[str, Any, torch.Tensor | None]] = []
 
     def wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a method, to record its results in the encode and replay them in later calls.
+        """Wrap a method: the encode records its results, and later pipeline calls replay them.
 
         Args:
             name: Name of the method in records, such as `vae.encode`.
@@ -436,8 +440,8 @@ class Records:
         """Return a record for each recorded call: its method, and the structure of its result.
 
         Args:
-            packer: Packer that gets the tensors of the results, except tensors that no step uses.
-                The initial latent gets the name `latents`.
+            packer: Packer that receives the tensors of the results, except tensors that no step
+                uses. The initial latent gets the name `latents`.
         """
         for name, result, _ in self._made:
             if name == _NOISE_RECORD:
@@ -462,8 +466,8 @@ class Records:
         """
         records = copy.deepcopy(self.given or [])
         for record in records:
-            # The packet contains the generator's state after the steps, which replaces the state
-            # after this method.
+            # The next packet has the generator's state after the steps, so the state after this
+            # method is not needed any more.
             record["drew"] = None
             for leaf in leaves(record["result"]):
                 name = leaf["name"]

@@ -1,4 +1,4 @@
-"""Calls of denoisers in one block of a modular pipeline, shared by the two ranks of a pair."""
+"""Division of the denoiser calls in one block of a modular pipeline between a pair of ranks."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _LEAVE_OUT = "leave `cfg_parallel` out"
 
 @dataclass(eq=False)
 class SharedCalls:
-    """Calls of denoisers in a step, of which each rank of a pair evaluates every second call.
+    """Division of a step's denoiser calls: each rank of a pair evaluates every second call.
 
     A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
-    and combines the results after the last call. Both ranks of pair u, ranks 2u and 2u + 1, run the
-    block twice. The table shows a block with three calls:
+    and combines the results after the last call. Both ranks of a pair, 2u and 2u + 1, run the block
+    twice. The table shows a block with three calls:
 
         run      call    rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first    0       evaluates                     returns zeros
                  1       returns zeros                 evaluates
                  2       evaluates                     returns zeros
-                         the ranks exchange their results; the state is set back
+                         the ranks exchange their results; the state is restored
         second   0 to 2  returns the known results     returns the known results
 
     If no call depends on the result of another call, the second run has the same arguments and
-    results as on one rank. If a call does depend on another result, its arguments in the first run
-    differ from those in the second, because the first run has zeros in place of some results. So
-    different arguments are an error.
+    results as on one rank. If a call did depend on another result, its arguments would be different
+    in the two runs, because the first run has zeros in place of some results. So different
+    arguments are an error.
 
     In the first step of a process, rank 2u + 1 also evaluates call 0, to learn the shape of the
     zeros.
@@ -45,8 +45,8 @@ class SharedCalls:
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """List with the structure of a result of the denoiser as its one element. It is empty until the
-    first step of a process."""
+    """List with one element, the structure of the denoiser's result. It is empty until this process
+    has called the denoiser once."""
     _calls: list[_Call] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
     # Results of all calls, for the second run. None: the block runs for the first time.
@@ -54,12 +54,12 @@ class SharedCalls:
     _repeated: int = 0
 
     def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
-        """Run a block twice, as in the table above; once, if it calls no denoiser.
+        """Run a block twice, as in the class's table, or once if it calls no denoiser.
 
         Args:
             step: Index of the current step.
             run: Function that runs the block.
-            set_back: Function that sets all state back to what it was before the block.
+            set_back: Function that restores all state from before the block.
 
         Returns:
             Result of the block.
@@ -81,7 +81,7 @@ class SharedCalls:
         return result
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a denoiser, or return zeros or the known result in place of its result.
+        """Return the result of a denoiser call: computed, or zeros, or known from the first run.
 
         Args:
             step: Index of the current step.
@@ -105,10 +105,10 @@ class SharedCalls:
         if not is_own:
             return result
         self._own.append(result)
-        return clone_tensors(result)  # a copy, because the block may change it in place
+        return clone_tensors(result)  # the block may change it in place; `_own` must stay as it is
 
     def _check_shape(self, step: int, result: Any) -> None:
-        """Keep the structure of the first result; compare later results with this structure."""
+        """Store the structure of the first result; check that later results have the same one."""
         node = Packer().pack(result, PREDICTION)
         if not self.outputs:
             self.outputs.append(node)
@@ -122,7 +122,8 @@ class SharedCalls:
     def _exchange(self, step: int) -> list[Any]:
         """Exchange the results of all calls with the partner, and return them in order.
 
-        Both ranks send equally many results. With an odd number of calls, rank 2u + 1 adds zeros.
+        Both ranks send the same number of results. If the number of calls is odd, rank 2u + 1 adds
+        zeros.
         """
         count = len(self._calls)
         rounds = (count + 1) // 2
@@ -143,10 +144,10 @@ class SharedCalls:
 
 
 class _Call:
-    """Denoiser and arguments of a call, for a comparison with a later call.
+    """Denoiser and arguments of a call, to be compared with those of a later call.
 
-    The arguments are kept, not hashed: they are latents and embeddings, which are small beside the
-    activations of the denoiser, and most of them are the same objects in both runs.
+    The arguments are stored and not hashed. They are latents and embeddings, which are small
+    compared with the denoiser's activations, and most of them are the same objects in both runs.
     """
 
     def __init__(self, real: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -155,9 +156,9 @@ class _Call:
         self._versions = [_version(leaf) for leaf in self._leaves]
 
     def repeats(self, earlier: _Call) -> bool:
-        """Whether this call has the denoiser and, bit by bit, the arguments of an earlier call.
+        """Whether this call has the same denoiser and bitwise the same arguments as an earlier one.
 
-        An argument of the earlier call that was changed in place since then counts as different.
+        An argument of the earlier call that has been changed in place since counts as different.
         """
         return (
             self._real == earlier._real
@@ -172,7 +173,7 @@ def _version(leaf: Any) -> int | None:
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
-    """Whether two arguments are one object, equal plain values, or tensors of the same bits."""
+    """Whether two arguments are the same object, equal plain values, or bitwise equal tensors."""
     if ours is theirs:
         return True
     if type(ours) is not type(theirs):
@@ -182,7 +183,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
     layout = (ours.shape, ours.stride(), ours.dtype)
     if layout != (theirs.shape, theirs.stride(), theirs.dtype):
         return False
-    as_bits = _INTEGERS[ours.dtype.itemsize]  # because a NaN differs from itself
+    as_bits = _INTEGERS[ours.dtype.itemsize]  # compare as integers, because NaN != NaN
     return torch.equal(ours.view(as_bits), theirs.view(as_bits))
 
 

@@ -1,13 +1,14 @@
 """Tiled decode of a VAE on several ranks, each of which decodes some of the tiles.
 
 diffusers' `tiled_decode` calls the VAE's decoder for each tile, and then blends all tiles. No tile
-depends on another tile. Ranks that share a decode run this method unmodified, and only the decoder
-is replaced. Four tiles on two ranks:
+depends on another tile. Ranks that share a decode run this method unmodified, and replace only the
+decoder's `forward`. For example, two ranks decode four tiles:
 
-    decode of tiles 0 and 1, or 2 and 3   the decoder keeps these tiles, and always returns an empty
-                                          tensor, so the blending has no effect
-    blending, on the rank that finishes   the decoder returns the four tiles one after the other,
-                                          and computes nothing
+    both ranks                    `forward` decodes and stores the rank's own tiles (0 and 1, or 2
+                                  and 3). It always returns an empty tensor, so the blending has no
+                                  effect
+    then the rank that finishes   `forward` returns the four stored tiles one after the other, and
+                                  computes nothing. The blending makes the frames
 
 So the order of the tiles, their overlap and the blending are diffusers' own.
 """
@@ -42,11 +43,12 @@ class TileShape(NamedTuple):
 
 
 class PartDecoder:
-    """Stand-in for `forward` of a VAE's decoder, which decodes only the tiles of one rank.
+    """Replacement of a VAE decoder's `forward` that decodes only the tiles of one rank.
 
     Args:
         decode: Function that decodes a tile: the decoder's own `forward`.
-        part: Range of the tiles that this rank decodes, counted in latent positions of all tiles.
+        part: Tiles that this rank decodes, as a range of latent positions, which are counted
+            through all tiles.
     """
 
     def __init__(self, decode: Callable[..., torch.Tensor], part: DecodeRange) -> None:
@@ -57,10 +59,10 @@ class PartDecoder:
         """Shapes of the tiles seen so far, including tiles that this rank does not decode."""
 
     def __call__(self, latent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Decode and keep a latent, (B, C, F, H, W), if it belongs to a tile of this part.
+        """Decode a latent, (B, C, F, H, W), and store the result, if it is of a tile of this part.
 
         Returns:
-            Empty tensor in place of frames, which diffusers can blend and concatenate.
+            Empty tensor in place of the frames. diffusers can blend and concatenate it.
         """
         frames, height, width = latent.shape[2:]
         if self._calls.begins_tile(kwargs):
@@ -77,13 +79,13 @@ class PartDecoder:
 
     @property
     def tiles(self) -> Tensors:
-        """Tiles that have been decoded, (B, C, F, H, W) each, by `tile_name`."""
+        """Tiles that this rank has decoded, (B, C, F, H, W) each, by `tile_name`."""
         pieces = self._pieces.items()
         return {tile_name(index): torch.cat(each, dim=2) for index, each in pieces}
 
 
 class TilePlayer:
-    """Stand-in for `forward` of a VAE's decoder, which returns tiles that are already decoded.
+    """Replacement of a VAE decoder's `forward` that returns tiles that are already decoded.
 
     Args:
         tiles: All tiles of the clip, by `tile_name`.
@@ -93,7 +95,7 @@ class TilePlayer:
         self._tiles, self._calls, self._count = tiles, _TileCalls(), 0
 
     def __call__(self, *_: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the next decoded tile; further calls for the same tile return no frames."""
+        """Return the next decoded tile, or zero frames in further calls for the same tile."""
         if self._calls.begins_tile(kwargs):
             self._count += 1
             return self._tiles[tile_name(self._count - 1)]
@@ -106,10 +108,10 @@ def tile_name(index: int) -> str:
 
 
 class _TileCalls:
-    """Sequence of calls of a VAE's decoder, in which the first call of each tile is recognised.
+    """Detector of the first call of a VAE's decoder for each tile.
 
-    Wan's decoder is called once for each frame of a tile's latent, with a cache that is new for
-    each tile. Other decoders are called once for each tile.
+    Wan's decoder is called once for each frame of a tile's latent, and gets a new cache with each
+    tile. Other decoders are called once for each tile, without a cache.
     """
 
     def __init__(self) -> None:
@@ -118,8 +120,8 @@ class _TileCalls:
     def begins_tile(self, kwargs: Mapping[str, Any]) -> bool:
         """Return whether the decoder's next call is the first call for a tile.
 
-        This method has to be called once before each call of the decoder, because it compares the
-        cache with the cache of the previous call.
+        Call this method exactly once before each call of the decoder, because it compares the cache
+        with that of the previous call.
 
         Args:
             kwargs: Keyword arguments of the decoder's next call.
@@ -133,12 +135,13 @@ def tile_specs(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the tiles that another rank decodes, by tile name.
 
-    The decode enlarges the height and width of each tile by the same factors. No tile has more
-    frames than the first tile.
+    All shapes follow from the first tile: the decode enlarges the height and width of each tile by
+    the same factors, and no tile has more frames than the first one.
 
     Args:
         shapes: Shapes of the latents of all tiles of the clip.
-        part: Range of the tiles that the other rank decodes, in latent positions of all tiles.
+        part: Tiles that the other rank decodes, as a range of latent positions, which are counted
+            through all tiles.
         first_tile: First tile of the clip, decoded.
     """
     batch, channels, frames, height, width = first_tile.shape
@@ -162,7 +165,7 @@ def count_tiles(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int, 
     """Return the number of latent positions in each tile of a clip's decode, in order.
 
     Args:
-        checkpoint: Checkpoint of the model, of which only configs are read.
+        checkpoint: Checkpoint of the model. Only its configs are read.
         sampling: Resolved sampling parameters.
     """
     return _count_tiles(checkpoint, sampling.frames, sampling.height, sampling.width)

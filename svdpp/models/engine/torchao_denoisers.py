@@ -1,4 +1,4 @@
-"""Checks and fake copies of denoisers whose linear layers TorchAO has quantised to int8."""
+"""Denoisers with linear layers that TorchAO has quantised to int8: checks, and fake weights."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from svdpp.models.files import short_repr
 
 
 def check_layers(module: torch.nn.Module, part: str) -> None:
-    """Check that a loaded denoiser has quantised weights only in linear layers, in right shapes.
+    """Check that a loaded denoiser has quantised weights only in linear layers, and check shapes.
 
-    When diffusers loads quantised weights of TorchAO, it does not check their shapes.
+    diffusers does not check the shapes of weights that TorchAO has quantised.
 
     Args:
         module: Denoiser with weights.
@@ -54,7 +54,7 @@ def check_layers(module: torch.nn.Module, part: str) -> None:
 
 
 def quantise_fake_to_int8(module: Any, dtype: torch.dtype, fake: FakeTensorMode) -> None:
-    """Replace fake weights by fake int8 weights, in those layers that diffusers quantises.
+    """Replace fake weights by fake int8 weights in the layers that diffusers would quantise.
 
     Args:
         module: Denoiser with fake weights.
@@ -63,7 +63,8 @@ def quantise_fake_to_int8(module: Any, dtype: torch.dtype, fake: FakeTensorMode)
     """
     from torchao.quantization import Int8Tensor  # torchao is an optional dependency
 
-    # The condition is that of `TorchAoHfQuantizer.check_if_quantized_param` in diffusers 0.42.
+    # The conditions below are those of `TorchAoHfQuantizer.check_if_quantized_param` in diffusers
+    # 0.42.
     named = module.config.quantization_config.get("modules_to_not_convert") or ()
     kept = [*named, *(module._keep_in_fp32_modules or ())]
     for name, layer in module.named_modules():
