@@ -260,7 +260,7 @@ class ServerProgress(Progress):
     """
 
     def __init__(self, console: Console, title: str, labels: Sequence[str]) -> None:
-        # the ETA must be set before rich calls `get_renderables`
+        # The ETA is set before the base class is initialised, which calls `get_renderables`.
         self._eta: tuple[float, float] | None = None
         super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
 

@@ -60,7 +60,10 @@ class RunOptions(ServerRunOptions):
 
     @property
     def from_image(self) -> bool:
-        """Whether ranks are started for clips from images."""
+        """Whether ranks are started for clips from images.
+
+        With `--jobs`: whether clips of the model can have an image.
+        """
         if self.jobs is None:
             return bool(self.inputs)
         return self.image_use != "refused"

@@ -27,7 +27,7 @@ _SLOW = 1.15
 # Minimum speed-up for which another layout is advised. Smaller speed-ups are within the forecast's
 # error.
 _WORTH_A_CHANGE = 1.05
-# Maximum number of clips for each rank in a forecast. More clips would not change the result.
+# Maximum number of clips for each rank in a forecast. More clips would hardly change the result.
 _CLIPS_PER_RANK = 16
 
 

@@ -102,7 +102,7 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
 
     Args:
         world: World of this rank.
-        timeout: Seconds until opening the store fails, and until each later wait fails.
+        timeout: Longest time in seconds to wait until the store is open, and in each later wait.
 
     Raises:
         RequestError: The store's address is unknown, or other hosts could not reach this host.

@@ -150,8 +150,8 @@ def read_colours(path: Path) -> set[str]:
 # Maximum difference in seconds between two times that count as equal, because versions of ffmpeg
 # round the times of frames differently.
 _SAME_SECONDS = 2e-3
-# Maximum difference in seconds between two times of sound that count as equal. It is larger,
-# because audio encoders add silence at the beginning and at the end.
+# Maximum difference in seconds between two times of sound that count as equal. It is larger than
+# for frames, because audio encoders add silence at the beginning and at the end.
 _SAME_SOUND_SECONDS = 0.1
 
 
