@@ -279,7 +279,7 @@ def _stats_fields(reported: RankMetrics) -> dict[str, Any]:
 
 
 def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
-    """Return a rank's seconds of compute, wait, transfer and idle time, by name."""
+    """Return the fields `wall`, `wait`, `transfer` and `idle` of a rank's metrics, in seconds."""
     begin = min([span.start for span in trace.spans] + [wait.start for wait in trace.waits])
     end = max(span.end for span in trace.spans)
     waits = [(wait.start, wait.end) for wait in trace.waits if wait.rank == rank]

@@ -217,8 +217,8 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        # Each rank may see a different GPU. A later check compares the GPUs' UUIDs, and so finds
-        # two ranks on the same GPU.
+        # This process sees one GPU, and each other rank may see a different one. A later check
+        # compares the GPUs' UUIDs, and so finds two ranks on the same GPU.
         return
     if count < needed:
         plural = "s" if needed > 1 else ""
