@@ -1,4 +1,4 @@
-"""Actions of ranks, routes of clips through the ranks, and schedules (an action list per rank)."""
+"""Actions of ranks, routes of clips through the ranks, and schedules (one action list per rank)."""
 
 from __future__ import annotations
 
@@ -21,31 +21,34 @@ class Kind(StrEnum):
     LOAD_CHECKPOINT = "LOAD_CHECKPOINT"
     """Read the latent checkpoint that an earlier run wrote after step `start`."""
     RECV = "RECV"
-    """Post the receive of the clip's packet; the clip's next action waits for the packet."""
+    """Post the receive of the clip's packet, which is the clip's state, and return at once. The
+    clip's next action waits for the packet."""
     DENOISE = "DENOISE"
     """Run steps `start` to `end` (exclusive) of the clip."""
     SHARE = "SHARE"
-    """Send the clip's packet to `peer`, and keep the clip for the next action."""
+    """Send the clip's packet to `peer`, and keep the clip: this rank continues with it."""
     SEND = "SEND"
     """Send the clip's packet to `peer` in the background, and free the clip on this rank."""
     FREE = "FREE"
-    """Free the clip's memory on the second rank of a pair; the first rank finishes the clip."""
+    """Free the clip's memory on the second rank of a pair (two ranks that run the same steps
+    together). The first rank finishes the clip."""
     DECODE = "DECODE"
-    """Decode the final latent to frames; with `part`, only to the frames or tiles of that part."""
+    """Decode the final latent to frames. With `part`, decode only that part of the frames or
+    tiles."""
     SEND_FRAMES = "SEND_FRAMES"
     """Send the decoded frames or tiles to `peer`, then free the clip."""
     RECV_FRAMES = "RECV_FRAMES"
-    """Wait for the frames or tiles that `peer` decodes. The last such action of a clip also joins
-    all parts."""
+    """Wait for the frames or tiles that `peer` decodes. The clip's last RECV_FRAMES also joins all
+    parts."""
     FINISH = "FINISH"
     """Hash the frames, write the clip in the background, and report it as finished."""
 
 
 class DecodeRange(NamedTuple):
-    """Part of a clip's decode: `first` to `end` (exclusive), of `total`.
+    """Part of a clip's decode: `first` (from 0) to `end` (exclusive), of `total`.
 
-    The numbers count frames. For a VAE that decodes in tiles, they count positions of the latent,
-    tile by tile; positions in which tiles overlap count once for each tile.
+    The numbers count frames. If the VAE decodes in tiles, they count positions of the latent, tile
+    by tile. A position that lies in several tiles counts once for each tile.
     """
 
     first: int
@@ -54,7 +57,7 @@ class DecodeRange(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Fraction of the clip's decode, 0 to 1."""
+        """Fraction of the clip's decode that this part is, 0 to 1."""
         return (self.end - self.first) / self.total
 
 
@@ -70,12 +73,12 @@ class Action(NamedTuple):
     """Number of finished steps of the clip after the action. It differs from `start` only in a
     DENOISE."""
     peer: int = -1
-    """Rank at the other end of a transfer; in a DENOISE, the other rank of the pair. -1: no other
-    rank takes part."""
+    """Rank at the other end of a transfer. In a DENOISE, the rank that runs the same steps for the
+    other branch of the guidance. -1: no other rank takes part."""
     part: DecodeRange | None = None
-    """Part of the clip's decode: a DECODE decodes it, SEND_FRAMES and RECV_FRAMES transfer its
-    frames, SHARE and RECV transfer the latent from which the receiver decodes it. None: the whole
-    clip."""
+    """Part of the clip's decode, if several ranks decode the clip. DECODE decodes the part;
+    SEND_FRAMES and RECV_FRAMES transfer its frames; SHARE and RECV transfer the latent to the rank
+    that decodes it. None: the whole clip."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -91,8 +94,8 @@ class Action(NamedTuple):
         """Return an action that runs no denoising steps.
 
         Args:
-            kind: Any kind but DENOISE.
-            clip: Index of the clip.
+            kind: Any kind except DENOISE.
+            clip: Index of the clip, from 0.
             step: Number of finished steps of the clip.
             peer: Rank at the other end of a transfer; -1: no other rank takes part.
             part: Part of the clip's decode, as in `Action.part`; None: the whole clip.
@@ -166,19 +169,19 @@ class Route:
 
     clip: int
     ranges: tuple[StepRange, ...]
-    """Range of steps of each rank that works on the clip, in order. Each range starts where the one
-    before it ends, and the last range ends with the clip's last step. A rank with an empty range
-    only encodes or only decodes. If the first range starts after step 0, the clip resumes from a
-    latent checkpoint."""
+    """Ranks that work on the clip, in order, with the range of steps that each of them runs. Each
+    range starts where the previous range ends, and the last range ends with the clip's last step. A
+    rank with an empty range only encodes or only decodes. If the first range starts after step 0,
+    the clip resumes from a latent checkpoint."""
     decodes: bool = True
     """Whether the clip is decoded to frames."""
     paired: bool = False
-    """Whether the ranks form pairs: each rank r in `ranges` and rank r + 1 run the same steps, each
-    for one branch of the guidance. The first rank of a pair encodes, decodes and finishes the clip;
-    the second rank starts from the first rank's packet."""
+    """Whether the ranks form pairs: rank r in `ranges` and rank r + 1 run the same steps, each for
+    one branch of the guidance. Only the first rank of a pair, rank r, is in `ranges`; it also
+    encodes and finishes the clip."""
     shares: tuple[DecodeShare, ...] = ()
-    """Parts of the clip that several ranks decode, in order; the first part is for the route's last
-    rank. Empty: the last rank decodes the whole clip."""
+    """Parts of the clip in order, if several ranks decode it, each with its rank. The route's last
+    rank decodes the first part. Empty: the last rank decodes the whole clip."""
 
     @property
     def start(self) -> int:
@@ -187,7 +190,7 @@ class Route:
 
     @property
     def links(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (from, to) between which packets of the clip are sent."""
+        """Sender and receiver of each transfer of the clip's packet: tuples (from, to) of ranks."""
         links = set(pairwise(part.rank for part in self.ranges))
         if self.paired:
             seconds = [part.rank + 1 for part in self.ranges if part.num_steps]
@@ -197,7 +200,10 @@ class Route:
 
     @property
     def decode_links(self) -> set[tuple[int, int]]:
-        """Pairs of ranks (from, to) that send the final latent or frames for a shared decode."""
+        """Tuples (from, to) of ranks that transfer the final latent or frames for a shared decode.
+
+        In a shared decode, each of several ranks decodes a part of the clip.
+        """
         writer = self.ranges[-1].rank
         links: set[tuple[int, int]] = set()
         for share in self.shares[1:]:
@@ -207,7 +213,8 @@ class Route:
     def has_latent(self, rank: int) -> bool:
         """Whether a rank is the second rank of the pair that runs the clip's last steps.
 
-        This rank has computed the final latent, so it need not receive it for a shared decode.
+        Such a rank has computed the final latent itself, so the latent is not sent to it when
+        several ranks decode the clip.
 
         Args:
             rank: Any rank of the layout.
@@ -219,7 +226,7 @@ class Route:
         """Return the number of stages of the route that follow the stage of a rank.
 
         Args:
-            rank: Any rank of the layout, possibly the second rank of a pair.
+            rank: Any rank of the layout. It may be the second rank of a pair.
 
         Returns:
             Number of stages after the rank's own stage; 0 if the rank is not on the route.
@@ -231,9 +238,9 @@ class Route:
         return 0
 
     def resumed(self, at: int) -> Route:
-        """Return the rest of the route for a resumed clip, from the rank that runs step `at`.
+        """Return the rest of the route for a resumed clip, beginning with the rank of step `at`.
 
-        The last rank is always part of the result, because it finishes the clip.
+        The last rank is always part of the result, because that rank finishes the clip.
 
         Args:
             at: Number of steps of the clip that an earlier run has finished.
@@ -248,8 +255,8 @@ class _Visit:
     """Work of one rank on one clip."""
 
     pending: Action | None
-    """RECV of the clip's packet. It is posted early: before the rank's work on the previous clip.
-    None: no receive is posted early."""
+    """RECV of the clip's packet that the rank posts early, that is, before its work on the previous
+    clip. None: no receive is posted early."""
     work: tuple[Action, ...]
     """All other actions, in order."""
 
@@ -257,23 +264,23 @@ class _Visit:
 def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
     """Return the action list of each rank. A rank posts the receive of a clip one clip ahead.
 
-    So the transfer of a clip overlaps with the work on the clip before it. At most two packets are
-    in flight to a rank: one whose receive is posted, and one that the sender still holds. Example
-    of two clips with 4 steps on two ranks:
+    The transfer of a clip therefore overlaps with the rank's work on the previous clip. At most two
+    packets are in flight to a rank: one whose receive is posted, and one that the sender still
+    holds. Example of two clips with 4 steps on two ranks:
 
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
-    A rank that helps to decode a clip does not wait for the clip's last steps. It runs its steps of
-    the next clips until the clip has passed the ranks that follow this rank. Example of three clips
+    An earlier rank that decodes a part of a clip does not wait until later ranks have run the
+    clip's last steps. In the meantime, it runs its steps of the next clips. Example of three clips
     with 6 steps on three ranks, where ranks 1 and 2 each decode half of each clip (`>`):
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
         rank 2 |....00>11>22>|
 
-    If the clips of a schedule skip different ranks, a rank decodes its part of a clip before it
-    begins the next clip. Otherwise ranks could wait for each other in a circle.
+    If some clips of a schedule skip ranks that other clips use, a rank decodes its part of a clip
+    before it begins the next clip. Otherwise ranks could wait for each other in a circle.
 
     Args:
         routes: Route of each clip, in the order in which the clips are made.
@@ -287,8 +294,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # Visits in which a rank decodes a part for another rank, each with the number of `visits` that
-    # the rank makes before it.
+    # By rank: visits in which the rank decodes a part of a clip for another rank. The number is how
+    # many of the rank's other visits (`visits`) come before.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -351,7 +358,7 @@ def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, its actions) for each rank that receives the final latent and decodes a part."""
+    """Yield (rank, visit) for each rank that receives the final latent and decodes a part."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -360,7 +367,7 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, its actions) for the second rank of each pair that runs steps of the clip.
+    """Yield (rank, visit) for the second rank of each pair that runs steps of the clip.
 
     Example of one clip with 4 steps on two pairs (`=1` is the peer of a DENOISE, rank 1):
 
@@ -401,10 +408,10 @@ def connect_rounds(links: Iterable[tuple[int, int]]) -> list[list[tuple[int, int
     """Group the links between ranks into rounds; all links of a round can be opened in parallel.
 
     No rank occurs twice in a round. The algorithm is greedy edge colouring. A pipeline of any
-    length needs 2 rounds. Any graph needs at most 2d - 1 rounds if no rank has more than d links.
+    length needs 2 rounds. If no rank has more than d links, at most 2d - 1 rounds are needed.
 
     Args:
-        links: Pairs (from, to) of ranks.
+        links: Tuples (from, to) of ranks.
 
     Returns:
         Rounds, in the order in which all ranks open them.

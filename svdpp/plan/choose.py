@@ -1,4 +1,4 @@
-"""Choice of the fastest layout that fits in memory, by forecast, and comparison of layouts."""
+"""Choice of the layout that fits in memory and is fastest by forecast; comparison of layouts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Largest number of ranks in a replica for which layouts are tried. Larger replicas take long to
-# forecast and are not faster.
+# Largest number of ranks in a replica that the search tries. Larger replicas take long to forecast,
+# and clips are not made faster by them.
 _MAX_REPLICA_SIZE = 64
-# Ratio of two times up to which the times count as equal. Of equally fast layouts, the simplest is
-# chosen.
+# Largest ratio of two times that count as equal. If several layouts are equally fast, the simplest
+# is chosen.
 _EQUAL = 1.001
-# When the latency is minimised, layouts with a lower throughput than this fraction of the best one
-# are not considered.
+# Smallest throughput, as a fraction of the best layout's, of layouts that are considered when the
+# latency is minimised.
 _RATE_KEPT = 0.9
 
 
@@ -50,17 +50,17 @@ def choose_layout(
 ) -> Choice:
     """Choose, by forecast, the layout that fits in memory and finishes all clips first.
 
-    If a rank has memory for both experts of a model, layouts in which a rank holds both experts are
-    candidates too.
+    A model may have two experts: denoisers for different steps. Usually each rank loads only one of
+    them. If the memory is known, layouts in which a rank loads both are candidates too.
 
     Args:
         num_clips: Number of clips to forecast.
         memory_gib: Memory of each rank, in GiB. Empty: the memory is unknown, and every layout
             fits.
-        pairs: Whether layouts with pairs of ranks are candidates too.
-        fixed: Fields of the layout that the user has set, such as `{"split": "balanced"}`. If they
-            are given, the only choice is whether the ranks form pairs. None: all layouts are
-            candidates.
+        pairs: Whether layouts with pairs (two ranks that share each step) are candidates too.
+        fixed: Fields of the layout that the user has set, such as `{"split": "balanced"}`. If this
+            argument is given, only one thing is left to choose: whether the ranks form pairs. None:
+            all layouts are candidates.
         minimize_latency: Whether to choose the layout with the least latency of a clip, among the
             layouts with at least 0.9 of the best throughput.
         counts: Fields of `Layout` that all candidates share, such as `num_steps`, `world_size` and
@@ -79,7 +79,7 @@ class _Candidate(NamedTuple):
     seconds: float
     """Seconds until all clips are finished."""
     latency: float
-    """Mean seconds from the start of a clip to its end."""
+    """Mean seconds from the start to the end of a clip."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class _Search:
     # --- candidate layouts ----------------------------------------------------------------------
 
     def _paired(self) -> list[Layout]:
-        """Return the data-parallel layout of pairs of ranks, if pairs are allowed and possible."""
+        """Return the layout in which each pair of ranks makes whole clips; empty if not allowed."""
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if not self.pairs or whole.world_size % 2 or per_host % 2:
@@ -123,7 +123,7 @@ class _Search:
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
     def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
-        """Return all possible layouts, which are changed copies of the data-parallel `wholes`."""
+        """Return all possible layouts, as changed copies of `wholes`, which are data parallel."""
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -133,7 +133,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield layouts of several stages in which a rank holds both experts, if they fit."""
+        """Yield pipelines of several stages in which a rank holds both experts, if they fit."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -176,7 +176,7 @@ class _Search:
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
     def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
-        """Yield remarks on shared experts, and on layouts that were not candidates.
+        """Yield remarks: ranks that hold both experts, and layouts that were left out.
 
         `unknown` is the number of layouts that fit in memory, but whose transfer costs are unknown.
         """
@@ -215,13 +215,16 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Return the candidates whose time (result of `key`) is at most `factor` times the least."""
+    """Return the candidates whose time, as `key` gives it, is within `factor` of the least time."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
-    """Yield the layouts to forecast, simple ones first: short replicas, one decoder, `uniform`."""
+    """Yield the layouts to forecast, the simplest first.
+
+    Simple layouts have few ranks in a replica, one decoder, and the split `uniform`.
+    """
     num_steps, num_units = data_parallel.num_steps, data_parallel.data_parallel_size
     for replica_size in divisors(num_units):
         if replica_size > min(_MAX_REPLICA_SIZE, num_steps + 2) and replica_size > 1:
@@ -241,7 +244,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
-    """Return the least number of decoders with which decoding is not the bottleneck.
+    """Return the least number of ranks that must decode, so that decodes are not the bottleneck.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -291,13 +294,14 @@ def compare_layouts(
 ) -> list[LayoutForecast]:
     """Return the forecasts of the layouts that `plan --compare` shows.
 
-    The layouts are one replica with each split, one replica with several decoders, the layout that
-    `auto` chooses, data parallel, and pairs if the number of ranks is even.
+    The layouts are one replica with each split, one replica with several ranks that decode, the
+    layout that `auto` chooses, data parallel, and pairs of ranks if the number of ranks is even.
 
     Args:
         num_clips: Number of clips to forecast.
-        memory_gib: Memory of each rank, in GiB. A layout that needs more gets a note about this.
-        pairs: Whether `auto` may choose pairs of ranks.
+        memory_gib: Memory of each rank, in GiB. If a layout needs more, its `note` says so. Empty:
+            the memory is unknown.
+        pairs: Whether `auto` may choose pairs (two ranks that share each step).
         minimize_latency: Whether `auto` minimises the latency of a clip.
         counts: Other fields of all layouts, as for `choose_layout`.
 

@@ -27,7 +27,7 @@ _ABOVE_ZERO = ("step_seconds", "ranks_per_host")
 class CostModel:
     """Seconds of each kind of work, and the memory that the work needs, if known.
 
-    With the default values, the unit of time is one step: a step takes 1, all other work takes 0.
+    The default values use a denoising step as the unit of time: a step takes 1, all other work 0.
     """
 
     step_seconds: PerRank = 1.0
@@ -47,15 +47,16 @@ class CostModel:
     encode_weights_gib: float | None = None
     """Memory of the weights that an encode needs, in GiB; None: unknown."""
     denoise_weights_gib: float | None = None
-    """Memory of the weights of the denoiser, or of one of two experts, in GiB; None: unknown."""
+    """Memory of the denoiser's weights in GiB; None: unknown. If the model has two denoisers
+    (experts), this is the memory of one of them."""
     decode_weights_gib: float | None = None
     """Memory of the weights that a decode needs, in GiB; None: unknown."""
     encode_work_gib: float | None = None
-    """Peak memory of an encode, without weights, in GiB; None: unknown."""
+    """Peak memory of an encode besides the weights, in GiB; None: unknown."""
     denoise_work_gib: float | None = None
-    """Peak memory of a denoising step, without weights, in GiB; None: unknown."""
+    """Peak memory of a denoising step besides the weights, in GiB; None: unknown."""
     decode_work_gib: float | None = None
-    """Peak memory of a decode, without weights, in GiB; None: unknown."""
+    """Peak memory of a decode besides the weights, in GiB; None: unknown."""
     name: str = ""
     """Description of the clips that the costs are for, such as a model and a size."""
     source: str = ""
@@ -104,18 +105,18 @@ class CostModel:
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether some cost is a tuple with a number for each rank: the devices differ in speed."""
+        """Whether devices differ in speed: a cost is a tuple with a number for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
-        """Return the seconds of one denoising step on a rank or on a pair of ranks.
+        """Return the seconds of one denoising step on a rank, or on a pair that shares the step.
 
         A pair takes half of the slower rank's seconds, plus the time in which the ranks exchange
-        their predictions. The seconds of a packet's transfer are an upper bound of this time.
+        their predictions. The exchange counts as the transfer of a packet, which takes longer.
 
         Args:
             rank: Rank that runs the step, or the first rank of a pair.
-            other: Second rank of the pair; below 0: `rank` runs the step alone.
+            other: Second rank of the pair; negative: `rank` runs the step alone.
         """
         if other < 0:
             return _value_on(self.step_seconds, rank)
@@ -151,10 +152,10 @@ class CostModel:
         return self.decode_on(rank) * action.fraction if action.kind is Kind.DECODE else 0.0
 
     def peak_gib(self, roles: Roles) -> float | None:
-        """Return a rank's peak memory: weights of all its parts, plus the most work memory of one.
+        """Return a rank's peak memory: all weights, plus the largest work memory of a part.
 
-        This is an upper bound: weights that two parts use count twice, such as those of the VAE,
-        which encodes and decodes.
+        Work memory is the memory that a part needs besides its weights. The result is an upper
+        bound: weights that two parts use count twice, such as those of a VAE that also encodes.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -167,12 +168,12 @@ class CostModel:
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a run of the dummy model, which sleeps in place of a device's work.
+        """Return costs for a run of the dummy model, which sleeps for the seconds of each action.
 
-        Transfers cost 0, because the dummy model's transfers are real.
+        Transfers cost 0 here, because a run of the dummy model really sends its packets.
 
         Args:
-            pace: Factor for the seconds of all device work.
+            pace: Factor for the seconds of encodes, steps and decodes.
         """
         times: dict[str, Any] = {name: _times(getattr(self, name), pace) for name in _PER_RANK}
         return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
@@ -249,13 +250,13 @@ class CostModel:
 
 
 def step_from_pair(seconds: float, transfer: float) -> float:
-    """Return the seconds of a step on one rank, computed from the seconds of a step on a pair.
+    """Return the seconds of a step on one rank, computed from a step that two ranks share.
 
-    This is the inverse of `CostModel.step_on`. The exchange of predictions may take less time than
-    `transfer`, so the result is at least `seconds`.
+    This function is the inverse of `CostModel.step_on` for a pair. `transfer` counts as at most
+    half of `seconds`, because the exchange of predictions can be faster than a packet's transfer.
 
     Args:
-        seconds: Measured seconds of a step on a pair.
+        seconds: Measured seconds of a step on a pair of ranks.
         transfer: Seconds of one transfer of a packet.
     """
     return 2 * max(seconds - transfer, seconds / 2)
@@ -269,9 +270,9 @@ def measured_costs(
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Cost model from which the ratio of encode to step, or of decode to step, is taken
-            if the encode or the decode was not measured.
-        in_pairs: Whether the measured steps ran on pairs of ranks.
+        assumed: Cost model for an encode or a decode that was not measured. Its seconds are scaled
+            by the ratio of the measured step to the step in this model.
+        in_pairs: Whether the measured steps ran on pairs, that is, on two ranks each.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)
     step = step_from_pair(step, transfer) if in_pairs else step
@@ -314,12 +315,13 @@ class MemoryEstimate(NamedTuple):
     encode: PartMemory
     """Memory of an encode at the clip's size, without the memory of the original image."""
     denoise: PartMemory
-    """Memory of a denoising step, with the weights of one denoiser (the larger of two experts)."""
+    """Memory of a denoising step. If the model has two denoisers (experts), the weights are those
+    of the larger one."""
     decode: PartMemory
     """Memory of a decode in chunks of `decode_chunk_size` frames."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Return a rank's memory: all weights of its parts, and the largest activations of a part.
+        """Return a rank's memory: weights of all its parts, and activations of the largest one.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -382,7 +384,7 @@ _STABILITY = (
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
     """Return the cost model of one column of the published table.
 
-    The arguments are milliseconds; `unet` is the time of 25 calls.
+    The times are in milliseconds. `unet` is the time of 25 calls of the UNet.
     """
     return CostModel(
         step_seconds=unet / 25 / 1000,

@@ -1,4 +1,4 @@
-"""Forecast of the times of a run, by simulating the action lists or by a faster recurrence."""
+"""Forecast of the times of a run: a simulation of the action lists, and a faster recurrence."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from svdpp.plan.costs import CostModel
 from svdpp.plan.layout import Layout
 from svdpp.plan.split import Cuts
 
-#: Largest number of visits that a forecast computes. A visit is the work of one rank on one clip;
-#: this many visits take about two seconds. Further clips are assumed to finish at the same rate.
+#: Largest number of visits that a forecast computes, which takes about two seconds. A visit is the
+#: work of one rank on one clip. Further clips are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
-# Number of clips for each rank in a long queue: enough for clips to finish at a constant rate.
+# Number of clips per rank that stands for a long queue: enough for clips to finish at a constant
+# rate.
 _QUEUED_PER_RANK = 16
 # Maximum number of clips for each layout in a comparison of layouts.
 _LARGE_SAMPLE = 65_536
@@ -56,18 +57,20 @@ class Forecast:
     seconds_per_clip: float
     """Mean seconds between finished clips, over the second half of the clips.
 
-    A clip counts as finished when all earlier clips are finished too. If G ranks finish clips, as
-    in data parallel, clips finish in groups of G, and the mean covers whole groups.
+    A clip counts as finished when all earlier clips are finished, too. If G ranks finish clips (as
+    in data parallel), clips finish in groups of G. The mean then covers a whole number of groups.
     """
     jitter: float
-    """Standard deviation of the seconds between finished clips."""
+    """Standard deviation of the seconds between finished clips, over the same clips as
+    `seconds_per_clip`."""
     latency: float
     """Mean seconds from the arrival of a clip (or from its first action, if arrivals are unknown)
     until the clip is finished."""
     bubble: float
-    """Fraction of the ranks' total time in which ranks are idle, 0 to 1."""
+    """Idle time of all ranks, as a fraction (0 to 1) of `makespan` times the number of ranks."""
     computed_clips: int
-    """Number of clips that were computed; further clips are assumed to finish at the same rate."""
+    """Number of clips whose times were computed. The other clips of `clips` are assumed to finish
+    at the same rate."""
 
     def extended(self, num_clips: int) -> Forecast:
         """Return the forecast for more clips, which are assumed to finish at the same rate.
@@ -94,20 +97,22 @@ class DeadlockError(ValueError):
     """Error for a schedule that cannot run to its end, because ranks wait for each other."""
 
 
-#: Sender and receiver of a link, and whether the link is for decodes that several ranks share.
+#: Sender and receiver of a link, and whether the link is only for parts of a clip that several
+#: ranks decode.
 _LinkId = tuple[int, int, bool]
-#: Id of a transfer: the link, and the number of earlier transfers on the link. A DENOISE of a pair
-#: also has an id; its number is negative: -2 minus the clip's index.
+#: Id of a transfer: the link, and the number of earlier transfers on the link. A DENOISE that two
+#: ranks run together also has an id, because each rank waits for the other. Its number is -2 minus
+#: the clip's index, so it is never the number of a transfer.
 _TransferId = tuple[_LinkId, int]
 
 
 class _Simulation:
     """Simulation of the action lists of all ranks.
 
-    A transfer starts when the packet has been sent, the receive has been posted, and the previous
-    transfer on the link has ended. A SEND waits until the previous transfer on its link has ended,
-    but not for its own transfer. A rank that waits for a transfer is resumed when the transfer
-    ends.
+    A transfer starts when the sender has begun its SEND, the receiver has posted its RECV, and the
+    previous transfer on the link has ended. A SEND also waits for the end of the previous transfer,
+    but not for the end of its own. The simulation of a rank that waits for a transfer is paused
+    until the end of the transfer is known.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
@@ -137,8 +142,8 @@ class _Simulation:
     def _perform(self, rank: int) -> Iterator[_TransferId]:
         """Simulate a rank's actions; yield the id of each transfer for which the rank waits."""
         clock = 0.0
-        # Id of the transfer for which an action waits, by (clip, sender). The sender is -1, except
-        # for RECV_FRAMES.
+        # Ids of the transfers for which later actions wait, by (clip, sender). Only RECV_FRAMES
+        # names the sender, because it waits for a certain rank; otherwise the sender is -1.
         arrivals: dict[tuple[int, int], _TransferId] = {}
         for action in self.schedule[rank]:
             self.current[rank] = action
@@ -196,11 +201,11 @@ class _Simulation:
         return transfer
 
     def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
-        """Record when one of two ranks begins a transfer, or its half of a pair's DENOISE.
+        """Record when one of two ranks begins a transfer, or a DENOISE that both run together.
 
-        When the other rank has begun too, the end of the transfer is computed and recorded, and
-        ranks that wait for it are resumed. For a DENOISE, this is the time at which both have
-        begun.
+        If the other rank has begun before, the end of the transfer is computed and recorded, and
+        ranks that wait for it are resumed. Of a DENOISE, the time at which both ranks have begun is
+        recorded instead.
         """
         other = self.half_open.pop(transfer, None)
         if other is None:
@@ -208,7 +213,8 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        # The actions of the two ranks must agree in clip and start, in a DENOISE also in end.
+        # The actions of the two ranks must have the same clip and start. Those of a DENOISE must
+        # also have the same end.
         length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
             raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
@@ -234,8 +240,8 @@ def simulate_schedule(
         Spans of all actions except transfers, in no particular order.
 
     Raises:
-        DeadlockError: Ranks wait for each other, or the sender's and the receiver's action of a
-            transfer do not match.
+        DeadlockError: Ranks wait for each other, or a sender's action does not match the action of
+            the receiver.
         RequestError: The costs lack the time of a transfer between hosts.
     """
     return _Simulation(schedule, costs, sizes).run()
@@ -255,8 +261,8 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # Spans are sorted by their ends, so that the last span of each clip remains in the dicts below.
-    # Of spans with the same end, one without duration comes last.
+    # The spans are sorted by their ends, so that the dicts below keep the last span of each clip.
+    # If spans of a clip have the same end, the one that started last is kept.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("no spans to sum up")
@@ -281,12 +287,14 @@ def sum_up(
             first action, or the arrival of the clip.
         busy: Total seconds of work of all ranks.
         world_size: Number of ranks.
-        num_finishers: Number of ranks that finish clips; clips finish in groups of this size.
+        num_finishers: Number of ranks that finish clips. Clips are counted in groups of this
+            number, because these ranks may finish their clips at about the same time.
     """
     begin = min(begun for begun, _ in clips)
     in_order = [0.0, *itertools.accumulate((end - begin for _, end in clips), max)]
     makespan = in_order[-1]
-    # The mean covers about the last half of the clips: a whole number of groups, at least one.
+    # The mean covers about the last half of the clips, as a whole number of groups and at least one
+    # group.
     half = (len(clips) - len(clips) // 2) // num_finishers * num_finishers
     window = min(len(clips), max(num_finishers, half))
     gaps = [after - before for before, after in itertools.pairwise(in_order[-window - 1 :])]
@@ -309,21 +317,22 @@ def sum_up(
 def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
     """Forecast the times of clips in a layout, with the costs of the layout.
 
-    The result is that of `simulate_schedule`, which takes 15 to 20 times as long. The speed matters
-    because `layout="auto"` compares dozens of layouts. A visit (the work of one rank on one clip)
-    takes about a microsecond to compute. If all replicas are alike, only one replica is computed.
-    Clips beyond `MAX_VISITS` are assumed to finish at the same rate; see `Forecast.computed_clips`.
+    The times are those of `simulate_schedule`, which takes 15 to 20 times as long to compute them.
+    The speed matters because `layout="auto"` compares dozens of layouts. A visit (the work of one
+    rank on one clip) takes about a microsecond to compute. If all replicas are alike, only one
+    replica is computed. At most `MAX_VISITS` visits are computed; further clips are assumed to
+    finish at the same rate.
 
     Args:
         layout: Layout with its costs.
         num_clips: Number of clips, all of which are queued at the start.
 
     Raises:
-        RequestError: The pipeline has too many ranks for a forecast, or the costs lack the time of
-            a transfer between hosts.
+        RequestError: A replica has too many ranks for a forecast of this many clips, or the costs
+            lack the time of a transfer between hosts.
     """
     count = min(num_clips, _most_clips(layout))
-    # with so few clips, the forecast would not keep all ranks busy
+    # `count` clips are too few to fill the pipeline, so the rate of further clips would be wrong.
     if count < min(num_clips, 2 * layout.num_stages):
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
@@ -343,20 +352,22 @@ def _most_clips(layout: Layout) -> int:
     The result is a multiple of the number of ranks that finish clips, and at least that number.
     """
     visits = MAX_VISITS
-    # Layouts in which ranks share a decode are simulated action by action, which is slower.
+    # If several ranks decode a clip together, the forecast simulates the action lists, which is
+    # slower.
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         visits //= 20
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # Only one replica is computed, or two if some replicas get one clip more than others.
+        # One replica is computed for all of them, or two if some replicas get one clip more than
+        # others.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group
 
 
 def _forecast(layout: Layout, num_clips: int) -> Forecast:
-    """Forecast all clips, without a limit on their number."""
+    """Forecast the times of clips in a layout by computing every clip."""
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         return summarise(
             simulate_schedule(layout.schedule(num_clips), layout.costs), layout.world_size
@@ -399,7 +410,8 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
     Args:
         layout: Layout with its costs.
-        num_clips: Number of clips; only a sample of the clips is computed.
+        num_clips: Number of clips. Only the first of them are computed; further clips are assumed
+            to finish at the same rate.
 
     Raises:
         RequestError: The layout cannot be forecast; see `forecast_layout`.
@@ -422,15 +434,16 @@ def steady_seconds_per_clip(layout: Layout) -> float:
 
 
 def stage_times(route: Route, costs: CostModel) -> StageTimes:
-    """Return the ranks of a route, each with the seconds of the rank's work on the clip.
+    """Return the ranks of a route, each with the seconds for which it works on the clip.
 
     Args:
         route: Route of one clip.
         costs: Seconds of each kind of work.
 
     Returns:
-        Tuples (rank, seconds), in the order of the route. A pair is represented by its first rank,
-        which waits before its steps until the second rank has the packet.
+        Tuples (rank, seconds), in the order of the route. For a pair (two ranks that share each
+        step), only the first rank is returned. At the start of a clip, its seconds include the
+        transfer of the packet to the second rank.
     """
     seconds = _step_seconds(route, costs)
     if not route.start:
@@ -447,8 +460,8 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 def _seconds_to_decode(route: Route, costs: CostModel) -> float:
     """Return the seconds from a clip's last step until the last rank has all frames of the clip.
 
-    If several ranks decode the clip, the time includes the transfer of the latent to the other
-    ranks, and the transfer of their frames back to the last rank.
+    If several ranks decode the clip, the result includes the transfer of the latent from the last
+    rank to the others, and the transfer of the frames back to the last rank.
     """
     writer = route.ranges[-1].rank
     gathered, *others = _decode_seconds(route, costs)
@@ -481,21 +494,22 @@ def clip_times(
 ) -> Iterator[tuple[float, float]]:
     """Yield the start and end of each clip, in seconds.
 
-    A rank's work on a clip waits only for earlier clips, and for the same clip at the previous
-    rank. So clips can be computed one after the other. A receiver posts the receive when it begins
-    its work on its previous clip. A transfer starts when the sender has finished its work, the
-    receive is posted, and the previous transfer on the link has ended. The sender also waits until
-    that previous transfer has ended.
+    Clips can be computed one after the other, because no rank waits for a later clip. A rank begins
+    a clip when it has finished its previous clip and has the packet from the previous rank. It
+    posts the receive of a clip when it begins the clip before. A transfer starts when the sender
+    has finished its work, the receive is posted, and the previous transfer on the link has ended.
+    The sender can begin its next clip only after the end of that previous transfer.
 
     Args:
         clips: Stage times of each clip, in order.
-        transfer: Seconds of a transfer, by sender and receiver.
+        transfer: Function that gets a sender and a receiver, and returns the seconds of a transfer
+            between them.
     """
-    # time at which each rank has finished its work on the clips so far
+    # time at which each rank finishes its latest clip
     free: defaultdict[int, float] = defaultdict(float)
-    # time at which each rank had finished its work on all but its latest clip
+    # time at which each rank finishes the clip before its latest clip
     before: defaultdict[int, float] = defaultdict(float)
-    # time at which the last transfer on each link ends
+    # time at which the latest transfer on each link ends
     over: dict[tuple[int, int], float] = {}
     for clip in clips:
         end = here = 0.0
@@ -526,10 +540,10 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Draw a line for each rank; a column shows what the rank did for most of that time.
+    """Draw a line of text for each rank, with the time from left to right.
 
-    A step is shown by the character of its clip, an encode by `<`, a decode by `>`, idle time by
-    `.`:
+    A column shows what the rank did for most of the column's time: a step as the character of its
+    clip, an encode as `<`, a decode as `>`, idle time as `.`:
 
         rank 0 |000111222......|
         rank 1 |...000>111>222>|
@@ -560,15 +574,16 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
         if span.action.kind is Kind.DENOISE and span.end > span.start
     )
     step = min(steps, default=0.0)
-    # Steps that are extremely short are ignored: they would give too many columns.
+    # If there are no steps, or if they are extremely short, columns cannot be whole steps: the
+    # result is `width`.
     whole = round(total / step) if step * 1e6 > total else width
     return max(1, whole // max(1, math.ceil(whole / width)))
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
-    """Return a rank's line of the grid: in each column the sign with the most time.
+    """Return the columns of a rank's line: in each, the character of the work that took most time.
 
-    `begin` is the start of the run, and `total` its duration, both in seconds.
+    `begin` is the start of the run, and `total` is the run's duration, both in seconds.
     """
     if not total:
         return _IDLE * columns

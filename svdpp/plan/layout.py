@@ -29,7 +29,7 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank runs. Clips of a run may be divided at different steps."""
+    """Steps that one rank runs, over all clips; the clips may be divided at different steps."""
 
     rank: int
     start: int
@@ -44,16 +44,17 @@ class StepShare(NamedTuple):
 class Layout(ParallelConfig):
     """Layout of the ranks: a `ParallelConfig` applied to a number of ranks, costs and clips.
 
-    Clip i runs on replica i mod `data_parallel_size`. The last `num_decoders` ranks of a replica
-    take turns: each runs the last steps and the decode of every `num_decoders`-th clip. If replicas
-    have one rank, the layout is data parallel. Every rank gets its clips in increasing order, so
-    that action lists made from the routes of a layout cannot deadlock.
+    A replica is a group of ranks that makes whole clips: clip i runs on replica i mod
+    `data_parallel_size`. The last `num_decoders` ranks of a replica take turns: each runs the last
+    steps and the decode of every `num_decoders`-th clip. If replicas have one rank, the layout is
+    data parallel. Every rank gets its clips in increasing order, so the action lists of a layout
+    cannot deadlock.
 
-    If the model has two experts, each stage of a replica holds one of them, and the steps of all
-    clips are divided where the expert changes. With `share_experts`, or in replicas of one rank,
-    a rank may hold both experts.
+    If the model has two experts (denoisers for different steps), each stage of a replica holds one
+    of them, and the steps of all clips are divided where the expert changes. With `share_experts`,
+    or in replicas of one rank, a rank may hold both experts.
 
-    Layouts of eight ranks for clips of 28 steps. Each row shows a replica's ranks and their steps:
+    Examples with eight ranks and 28 steps. Each row shows the ranks and the steps of a replica:
 
         data_parallel_size=1    0  1  2  3  4  5  6  7     3 or 4 steps each (balanced)
         data_parallel_size=2    0  1  2  3                 7 steps each: clips 0, 2, 4 ...
@@ -67,18 +68,20 @@ class Layout(ParallelConfig):
     num_steps: int
     world_size: int
     decode_parallel_size: int = 1
-    """Largest number of ranks that decode a clip together; each decodes whole chunks."""
+    """Largest number of ranks that decode a clip together; each rank decodes whole chunks or whole
+    tiles."""
     costs: CostModel = field(default_factory=CostModel)
-    """Cost model by which the balanced and alternating splits divide the steps, and by which the
-    stages of a replica are divided between two experts."""
+    """Cost model. The balanced and alternating splits use it to divide the steps, and every split
+    uses it to divide the stages between two experts."""
     decodes: bool = True
     """Whether clips are decoded to frames."""
     expert_boundary: int | None = None
-    """Number of steps that the high-noise expert runs, from 1 to `num_steps` - 1. None: the model
-    has one denoiser."""
+    """Number of steps that the high-noise expert (the first of two denoisers) runs, from 1 to
+    `num_steps` - 1. None: the model has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Sizes of the pieces into which a decode can be divided: frames of each chunk, or latent
-    positions of each tile. Empty: unknown; the decode is divided into equal parts."""
+    """Sizes of the smallest pieces into which a decode can be divided: the number of frames of each
+    chunk, or of latent positions of each tile. Empty: unknown; the decode is divided into equal
+    parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,8 +144,8 @@ class Layout(ParallelConfig):
         if self.separates_experts and self.num_stages == 1:
             raise RequestError(
                 f"`decoders` must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
-                f"decoders hold the {EXPERTS[1]} expert, and a rank must hold the {EXPERTS[0]} "
-                "expert",
+                f"decoders hold the {EXPERTS[1]} expert, so another rank must hold the "
+                f"{EXPERTS[0]} expert",
                 "use `layout` data-parallel or `share_experts` for ranks that hold both",
                 details={
                     "decoders": self.num_decoders,
@@ -198,12 +201,15 @@ class Layout(ParallelConfig):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks of each replica; a pair of ranks counts as one rank."""
+        """Number of ranks of each replica; two ranks that share each step (a pair) count as one."""
         return self.world_size // self.cfg_parallel_size // self.data_parallel_size
 
     @cached_property
     def replica_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each replica, in the order of their work on a clip; of a pair, the first."""
+        """Ranks of each replica, in the order in which they work on a clip.
+
+        Of a pair (two ranks that share each step), only the first rank is listed.
+        """
         size, per_host = self.cfg_parallel_size, self.costs.ranks_per_host
         of_units = assign_replicas(
             self.world_size // size, self.replica_size, per_host and per_host // size
@@ -211,7 +217,7 @@ class Layout(ParallelConfig):
         return tuple(tuple(unit * size for unit in units) for units in of_units)
 
     def is_second(self, rank: int) -> bool:
-        """Whether a rank is the second rank of a pair.
+        """Whether a rank is the second of a pair, that is, of two ranks that share each step.
 
         Args:
             rank: Any rank of the layout.
@@ -220,7 +226,10 @@ class Layout(ParallelConfig):
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of ranks that exchange predictions in each step; empty if each rank works alone."""
+        """Ranks that share each step, as tuples of two; empty if each rank runs its steps alone.
+
+        The two ranks exchange their predictions in each step.
+        """
         return tuple((r - 1, r) for r in range(self.world_size) if self.is_second(r))
 
     @property
@@ -232,7 +241,7 @@ class Layout(ParallelConfig):
 
     @property
     def separates_experts(self) -> bool:
-        """Whether no rank holds both experts, so that each clip changes ranks with the expert."""
+        """Whether no rank holds both experts: clips go to another rank where the expert changes."""
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
@@ -248,11 +257,11 @@ class Layout(ParallelConfig):
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of a replica: one for each rank, and one for all decoders together."""
+        """Number of stages of a replica. The ranks that take turns in decoding are one stage."""
         return self.replica_size - self.num_decoders + 1
 
     def route(self, clip: int, *, all_stages: bool = False) -> Route:
-        """Return the route of a clip, which does not depend on other clips.
+        """Return the route of a clip, which depends only on the clip's index.
 
         Args:
             clip: Index of the clip.
@@ -283,18 +292,18 @@ class Layout(ParallelConfig):
 
     @cached_property
     def links(self) -> tuple[tuple[int, int], ...]:
-        """Sorted pairs (from, to) of ranks between which packets of clips can be sent."""
+        """Sorted tuples (from, to) of ranks: `from` can send packets of clips to `to`."""
         return tuple(sorted({link for route in self._kinds_of_route() for link in route.links}))
 
     @cached_property
     def decode_links(self) -> tuple[tuple[int, int], ...]:
-        """Sorted pairs (from, to) of ranks that can exchange final latents or decoded frames."""
+        """Sorted tuples (from, to) of ranks: `from` can send final latents or frames to `to`."""
         routes = self._kinds_of_route()
         return tuple(sorted({link for route in routes for link in route.decode_links}))
 
     @cached_property
     def roles(self) -> tuple[Roles, ...]:
-        """Roles of each rank: the parts of the model that the rank needs for some clip."""
+        """Roles of each rank: the parts of the model that the rank needs for any of its clips."""
         encode, decode = set[int](), set[int]()
         experts: list[frozenset[int]] = [frozenset()] * self.world_size
         for route in self._kinds_of_route():
@@ -311,15 +320,15 @@ class Layout(ParallelConfig):
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each rank in GiB; None for a rank whose memory the costs do not give."""
+        """Peak memory of each rank in GiB; None if the cost model does not know it."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
     @cached_property
     def all_shares(self) -> tuple[StepShare, ...]:
         """Steps that each rank runs, in the order of the ranks.
 
-        Clips may be divided at different steps. So the range of a rank has all steps that it runs
-        in at least one clip, and `mean_steps` is the mean over its clips.
+        Clips may be divided at different steps. The range of a rank therefore covers all steps that
+        the rank runs in at least one clip, and `mean_steps` is the mean over the rank's clips.
         """
         shares = []
         parts = [part for route in self._kinds_of_route() for part in route.ranges]
@@ -359,8 +368,8 @@ class Layout(ParallelConfig):
     def _decode_seconds(self, rank: int, writer: int) -> float:
         """Return the seconds that a rank needs for its part of a clip's decode.
 
-        If ranks form pairs, `rank` is the first rank of a pair, and the result is for the slower
-        rank of the pair. `writer` is the rank that finishes the clip.
+        If ranks form pairs, `rank` is the first of two ranks, and the result is for the slower of
+        the two. `writer` is the rank that finishes the clip.
         """
         if not self.decodes or (self.decode_parallel_size == 1 and rank != writer):
             return 0.0
@@ -384,10 +393,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Ranks that decode a clip together, with their parts, by the rank that finishes it.
+        """Ranks that decode a clip together and the part of each, by the rank that finishes it.
 
-        The first part is for the rank that finishes the clip, the next part for the second rank of
-        its pair, and the other parts for the earlier ranks of the replica.
+        The rank that finishes the clip decodes the first part. If it is one of a pair, the other
+        rank decodes the next part. Earlier ranks of the replica decode the remaining parts.
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
@@ -422,14 +431,14 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Division of a clip's steps in each replica; a single one if all ranks are alike."""
+        """Division of the steps in each replica; only one entry if all ranks are equally fast."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
-        """Yield every route that a clip of this layout can have; the index of the clip is 0."""
+        """Yield every route that a clip of this layout can have, with 0 as the clip's index."""
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
@@ -440,8 +449,8 @@ def assign_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Assign ranks to replicas so that as many replicas as possible lie within one host.
 
-    The remaining ranks of all hosts form the other replicas, in order. Example with replicas of 2
-    ranks on 2 hosts of 3 ranks each, where one replica crosses hosts:
+    Ranks that are left over on the hosts form the other replicas, in order. Example with replicas
+    of 2 ranks on 2 hosts of 3 ranks each, where one replica has ranks on both hosts:
 
         host 0: ranks 0 1 2      replicas (0, 1), (2, 5), (3, 4)
         host 1: ranks 3 4 5
@@ -454,8 +463,8 @@ def assign_replicas(
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
-    # Ranks that form replicas within their host come first, the remaining ranks of all hosts after
-    # them.
+    # First the ranks that form replicas within their host, then the ranks that are left over on all
+    # hosts.
     ranks = sorted(range(world_size), key=lambda rank: rank % on_host >= whole)
     firsts = range(0, world_size, replica_size)
     return tuple(sorted(tuple(ranks[first : first + replica_size]) for first in firsts))
@@ -474,9 +483,9 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
 def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
     """Divide the chunks of a decode, in order, into parts as equal as possible.
 
-    Two parts meet at the boundary of chunks that is nearest to an equal division. If two boundaries
-    are equally near, the earlier one is taken. So the first rank, which also writes the clip, gets
-    the smaller part.
+    Parts are divided between two chunks, at the place that is nearest to an equal division. If two
+    places are equally near, the earlier one is taken. The first part is then the smaller one, which
+    is useful, because the rank of the first part also writes the clip.
 
     Args:
         chunks: Size of each chunk.
@@ -496,7 +505,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.
-        chunks: Number of frames of each chunk, or of positions of each tile.
+        chunks: Number of frames of each chunk, or of latent positions of each tile.
         are_tiles: Whether the chunks are tiles.
 
     Raises:

@@ -38,11 +38,11 @@ class LayoutOption:
     shown_default: str = ""
     """Description of the default for the help text; empty for a flag."""
     chosen_by: tuple[Literal["auto", "data-parallel", "compare"], ...] = ()
-    """Settings that choose the value of this field themselves, so that a user must not set it:
-    values of `--layout`, or `compare` for `plan --compare`."""
+    """Settings under which svdpp chooses the value of this field, so users must not set it: values
+    of `--layout`, or `compare` for `plan --compare`."""
     in_json: bool = True
-    """Whether the JSON of clips and plans always has the field. False: only plans for models with
-    two experts have it."""
+    """Whether the JSON of every clip and plan has the field. False: only the JSON of plans for
+    models with two experts (denoisers) has it."""
 
     @property
     def flag(self) -> str:
@@ -60,11 +60,11 @@ def _option(**about: Any) -> dict[str, LayoutOption]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """Configuration of how the ranks share the work. A `Layout` applies it to ranks and clips.
+    """Configuration of how the ranks share the work; `Layout` applies it to ranks and clips.
 
-    To add a way to share work, add a field here and implement its meaning in `Layout`. The option
-    of the command line, the field of benchmarks, and the key in the JSON of clips, plans and
-    `/v1/engine` are derived from the field.
+    To add a way to share work, add a field here and implement it in `Layout`. The command-line
+    option, the field of benchmarks, and the key in the JSON of clips, plans and `/v1/engine` are
+    derived from the field.
     """
 
     split: Split = field(
@@ -90,8 +90,8 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Number of replicas R, which must divide the number of ranks (of pairs, if `cfg_parallel_size`
-    is 2)."""
+    """Number of replicas R, which are pipelines that each make whole clips. R must divide the
+    number of ranks, or the number of pairs if `cfg_parallel_size` is 2."""
     num_decoders: int = field(
         default=1,
         metadata=_option(
@@ -102,8 +102,8 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Number of ranks (or pairs) at the end of each replica that take turns in finishing the
-    replica's clips."""
+    """Number of ranks (or pairs of ranks) at the end of each replica that finish the replica's
+    clips in turn: with 2, the first finishes even clips and the second odd clips."""
     cfg_parallel_size: int = field(
         default=1,
         metadata=_option(
@@ -117,9 +117,9 @@ class ParallelConfig:
             chosen_by=("compare",),
         ),
     )
-    """Number of ranks that run each step together. With 2, ranks 2u and 2u + 1 are a pair, which
-    replaces a single rank: both ranks run the same steps, and each evaluates one branch of the
-    guidance."""
+    """Number of ranks that run each step together: 1 or 2. With 2, ranks 2u and 2u + 1 are a pair,
+    which takes the place of a single rank: both run the same steps, and each evaluates one branch
+    of the guidance."""
     decode_parallel_size: int | None = field(
         default=None,
         metadata=_option(
@@ -142,8 +142,9 @@ class ParallelConfig:
             in_json=False,
         ),
     )
-    """Whether ranks may hold both experts of a model, so that steps can be divided anywhere. False:
-    the steps of a clip are divided where the expert changes, except in replicas of one rank."""
+    """Whether ranks may hold both experts (denoisers) of a model, so that the steps can be divided
+    anywhere. False: the steps are divided where the expert changes, except in replicas of one
+    rank."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", canonical_split(self.split))
@@ -161,17 +162,18 @@ def layout_options() -> Mapping[str, LayoutOption]:
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by the fields of `ParallelConfig`, such as `data_parallel_size`.
+    """Return a copy of `options` with the names of fields, such as `data_parallel_size`.
 
     Args:
-        options: Values by option name, such as `replicas`. Names of other things are kept.
+        options: Values by option name, such as `replicas`. A name that is not an option of
+            `ParallelConfig` is not changed.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}
 
 
 def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
-    """Check that the user has set no field that the requested layout chooses itself.
+    """Check that the user has set no field whose value the requested layout determines.
 
     Args:
         layout: Name of the requested layout; None: no layout is requested.
@@ -179,7 +181,7 @@ def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
             `auto`.
 
     Raises:
-        RequestError: The layout chooses one of the given fields.
+        RequestError: The layout determines one of the given fields.
     """
     for name, option in layout_options().items():
         if name in given and layout in option.chosen_by:

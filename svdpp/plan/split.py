@@ -22,22 +22,23 @@ from svdpp.errors import RequestError
 MAX_PLANNED_STEPS = 65_536
 MAX_RANKS = 65_536
 
-#: Names of a model's two experts: the high-noise expert runs the steps before the boundary, the
-#: low-noise expert runs the steps after it.
+#: Names of the two denoisers (experts) that some models have: the high-noise expert runs the first
+#: steps of a clip, and the low-noise expert runs the later steps.
 EXPERTS = ("high-noise", "low-noise")
 
 #: Division of a clip's steps into ranges: 0, followed by the number of finished steps after each
 #: stage. The last element is the number of steps of the clip.
 Cuts = tuple[int, ...]
 
-# Fractional positions at which steps are divided are integers in units of 2^-64 steps, so that all
-# machines compute the same division.
+# Steps may be divided at fractional positions. The positions are integers in units of 2^-64 steps
+# and not floats, so that all machines compute the same division.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio. Its multiples modulo 2^64 are spread most evenly, however many are used.
+# 2^64 / golden ratio. Multiples of this number, modulo 2^64, are spread evenly, however many of
+# them are used.
 _GOLDEN = 0x9E3779B97F4A7C15
-# A stage that encodes or decodes gets steps only if they raise the throughput by more than this
-# fraction. Without steps, the ranks of the stage need not load the denoiser.
+# A stage that encodes or decodes also gets steps only if this raises the throughput by more than
+# this fraction. Without steps, the ranks of the stage need not load the denoiser.
 _MIN_GAIN_OF_STEPS = 0.005
 
 
@@ -60,20 +61,21 @@ class StepRange(NamedTuple):
 class Stage:
     """Stage of a replica: one rank, or several ranks that take turns.
 
-    Clip q of the replica is processed by `ranks[q % len(ranks)]`.
+    `ranks[q % len(ranks)]` processes clip q of the replica.
     """
 
     ranks: tuple[int, ...]
     step_seconds: tuple[float, ...]
     """Seconds of a denoising step on each rank of the stage."""
     fixed_seconds: tuple[float, ...]
-    """Seconds of a clip's encode and decode on each rank of the stage; 0 if the stage does
+    """Seconds that each rank of the stage needs for a clip's encode and decode; 0 if the stage does
     neither."""
 
     def seconds(self, num_steps: int) -> float:
-        """Return the seconds between clips that leave the stage; its slowest rank determines them.
+        """Return the seconds between two clips that leave the stage.
 
-        If k ranks take turns, each rank can take k times as long for a clip.
+        The slowest rank determines the result. If k ranks take turns, a clip leaves the stage k
+        times as often as one rank finishes a clip.
 
         Args:
             num_steps: Number of steps that the stage runs of each clip.
@@ -82,11 +84,11 @@ class Stage:
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the number of steps of a clip that each rank has time for; it can be fractional.
+        """Return the number of a clip's steps for which each rank has time; it can be fractional.
 
         Args:
             seconds: Seconds between clips of the replica.
-            most: Upper limit of the result: the number of steps of a clip.
+            most: Upper limit of each number: the number of steps of a clip.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
         left = seconds * len(self.ranks)
@@ -95,14 +97,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages among which steps are divided: all stages of a replica, or those with one expert."""
+    """Stages among which steps are divided: all stages of a replica, or all stages of an expert."""
 
     num_steps: int
     """Number of steps of a clip that all stages of the group run together."""
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between finished clips: those of the slowest stage that has steps.
+        """Return the seconds between finished clips, which the slowest stage with steps determines.
 
         Args:
             cuts: Division of the group's steps, counted from 0.
@@ -133,7 +135,8 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     Args:
         num_steps: Number of steps of a clip.
         num_stages: Number of stages of a replica.
-        world_size: Number of ranks. If it equals `num_stages`, the error says ranks, not stages.
+        world_size: Number of ranks. If it equals `num_stages`, the error says "ranks" in place of
+            "stages".
 
     Raises:
         RequestError: The steps cannot be split evenly; the error names the nearest possible
@@ -213,10 +216,10 @@ def uniform_cuts(group: StageGroup) -> Cuts:
 def balanced_cuts(group: StageGroup) -> Cuts:
     """Divide the steps of every clip so that the slowest stage is as fast as possible.
 
-    Each step goes to the stage that would finish first with one more step. This greedy rule is
-    optimal: the slowest stage got its last step because every other stage would have been at least
-    as slow with that step. A stage may get no steps. Example of 10 steps on 3 ranks, of which the
-    last also decodes for the time of 2 steps:
+    Each step goes to the stage that would be fastest with one more step. This greedy rule is
+    optimal: when the slowest stage got its last step, any other stage would have been at least as
+    slow with this step. A stage may get no steps. Example of 10 steps on 3 ranks, where the last
+    rank also decodes, which takes as long as 2 steps:
 
         rank 0 |0000|        steps 0:4
         rank 1 |0000|        steps 4:8
@@ -240,17 +243,18 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 class ClipCuts:
     """Division of the steps of a replica's clips, at fractional positions.
 
-    The positions are rounded to whole steps, up or down from clip to clip.
+    A cut is the number of finished steps after which a clip goes to the next stage. The ideal
+    position of a cut may be a fraction, so it is rounded up for some clips and down for others: a
+    position c becomes the cut floor(c + phase).
 
-    A cut is a number of finished steps after which a clip goes on to the next stage. A position c
-    becomes the cut floor(c + phase). The phases of successive clips are spread evenly over 0 to 1,
-    so that the mean of the cuts is c, and the number of steps of a stage varies by at most one. All
-    positions of a clip have the same phase, so that the cuts stay in order.
+    Each clip has one phase for all of its cuts, so the cuts stay in order. The phases of successive
+    clips are spread evenly over 0 to 1, so the mean of the cuts is c, and the number of steps of a
+    stage varies by at most one.
     """
 
     positions: tuple[Cuts, ...]
-    """Positions of the cuts, in units of 2^-64 steps: one entry for each rank of the replica's last
-    stage."""
+    """Positions of a clip's cuts, in units of 2^-64 steps. Entry q is for clips q, q + n and so on
+    of the replica, where n is the number of entries."""
 
     def cuts(self, index: int) -> Cuts:
         """Return the cuts of one clip: its positions plus its phase, rounded down.
@@ -264,21 +268,24 @@ class ClipCuts:
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Return each possible division of a clip as (turn, cuts); `turn` indexes `positions`."""
+        """Return every result of `cuts` for any clip, as tuples (turn, cuts).
+
+        `turn` is the index in `positions` of the entry that the cuts belong to.
+        """
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
-            # As the phase grows, the division changes whenever a position plus the phase reaches an
-            # integer.
+            # As the phase grows, the cuts change only where a position plus the phase becomes an
+            # integer, so these phases give all possible cuts.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Return the mean number of steps that a rank runs of each of its clips.
+        """Return the mean number of steps that a rank runs in a clip, over the clips of the rank.
 
         Args:
-            place: Index of the stage.
-            turn: Index of the rank in the stage.
+            place: Index of the stage, from 0.
+            turn: Index of the rank in the stage, from 0.
             num_turns: Number of ranks of the stage.
         """
         own = self.positions[turn::num_turns]
@@ -292,11 +299,11 @@ class ClipCuts:
 def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
     """Divide the steps of clips so that all stages of a group have equal work on average.
 
-    The last stage of a group may have several ranks, which take the clips in turn. If these ranks
-    differ in speed, the positions of the cuts depend on the rank that finishes the clip.
+    The last stage of a group may have several ranks, which take turns. If these ranks differ in
+    speed, the positions of the cuts depend on the rank that finishes the clip.
 
-    Example of seven steps on two ranks of equal speed, with the position 3.5 between the stages:
-    some clips are cut at 4 and some at 3, and both ranks stay busy:
+    Example of seven steps on two ranks of equal speed. The ideal position of the cut is 3.5, so
+    some clips are cut after 4 steps and some after 3, and both ranks stay busy:
 
         clip  phase  cut = floor(3.5 + phase)
         0     0.50   4                           rank 0 |00001112222333....|
@@ -305,22 +312,22 @@ def alternating_cuts(groups: Sequence[StageGroup]) -> ClipCuts:
         3     0.35   3                           phase = fraction of 0.5 + clip * 0.618
 
     Args:
-        groups: Successive groups of stages, such as the stages of two experts. All clips are cut
-            between the groups.
+        groups: Successive groups of stages, such as the stages of each of two experts. The cut
+            between two groups is the same for all clips.
     """
     by_group = [_positions_by_turn(group) for group in groups]
     turns = math.lcm(*map(len, by_group))
-    # Groups of stages meet at whole steps, which rounding does not change.
+    # The position between two groups is a whole number of steps, so rounding does not change it.
     joined = (join_cuts(each[turn % len(each)] for each in by_group) for turn in range(turns))
     return ClipCuts(tuple(joined))
 
 
 def _positions_by_turn(group: StageGroup) -> list[Cuts]:
-    """Return the positions of a clip's cuts, for each rank of the last stage that can finish it.
+    """Return the positions of a clip's cuts, for each rank of the last stage.
 
-    Only the last stage can have several ranks, which take turns. If one of them is slower, earlier
-    stages run more steps of the clips that it finishes. The first or the last stage gets no steps
-    at all if its steps would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
+    Only the last stage can have several ranks, which take turns in finishing clips. If one of these
+    ranks is slower, earlier stages run more steps of the clips that it finishes. The first or the
+    last stage gets no steps if they would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -345,12 +352,12 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
 def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
     """Return the shortest period (seconds between clips) in which the stages can run all steps.
 
-    The computation allows fractions of steps. A stage whose encode or decode alone takes longer
-    than the period gets no steps. The period is found by bisection.
+    Stages may run fractions of steps here. A stage gets no steps if its encode or decode takes
+    longer than the period. The period is found by bisection.
 
     Args:
         group: Steps and stages.
-        free: Indices of stages that run no steps.
+        free: Indices of stages that must run no steps.
 
     Returns:
         Seconds between clips; infinity if no stage can run steps.
@@ -372,7 +379,7 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
     """Return positions of cuts: the cumulative sums of `shares`, rounded to 2^-32 steps.
 
-    Rounding removes the errors of sums of floats.
+    The rounding removes small errors that arise when floats are added.
     """
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
@@ -387,8 +394,8 @@ def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
     Args:
         split: Name of the rule: "uniform", "balanced" or "alternating".
         whole: Steps of a clip, and all stages of the replica.
-        boundary: Step at which the expert changes, where all clips are cut. None: the model has one
-            denoiser, or ranks can hold both experts.
+        boundary: Number of steps after which the expert (denoiser) changes; all clips are cut
+            there. None: the model has one denoiser, or ranks can hold both experts.
     """
     rule = uniform_cuts if split == "uniform" else balanced_cuts
     seconds_of = (
@@ -405,7 +412,9 @@ def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
 
 
 def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
-    """Check that `uniform` can split the steps of each expert, for some division of the stages.
+    """Check that the steps of each of two experts can be split evenly over stages of their own.
+
+    The stages of a replica may be divided between the experts (denoisers) in any way.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -446,9 +455,9 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide the stages between two experts so that the slower group is as fast as possible.
 
-    `seconds_of` returns the seconds between the clips of a group; they must not grow with the
-    number of stages. `counts` are the possible numbers of stages of the high-noise expert; None:
-    any number.
+    `seconds_of` returns the seconds between finished clips of a group of stages; it must not grow
+    with the number of stages. `counts` are the allowed numbers of stages for the high-noise expert;
+    None: any number is allowed.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:
@@ -460,9 +469,8 @@ def _divide(
         return first <= second
 
     if counts is None:
-        # With more stages, the first group becomes faster and the second group slower. The best
-        # count is at, or just before, the point where the first group becomes faster than the
-        # second.
+        # The more stages the first group has, the faster it is, and the slower the second group is.
+        # The best count is the first one with which the first group is faster, or one less.
         last = len(whole.stages) - 1
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)

@@ -238,8 +238,8 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         (WAN, EVENLY.format(EXPERTS, "8 stages with one expert each"), OTHER_SPLITS),
         (
             {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
-            "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, and a rank "
-            "must hold the high-noise expert",
+            "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, so another "
+            "rank must hold the high-noise expert",
             "use `layout` data-parallel or `share_experts` for ranks that hold both",
         ),
     ],
