@@ -39,7 +39,7 @@ from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.lora_files import LoraFile
 
-#: Schema version of a clip's JSON. Version 1 had `seconds` in place of `compute_seconds` and
+#: Schema version of a clip's JSON. Version 1 had `seconds` instead of `compute_seconds` and
 #: `wall_seconds`, and no `file_sha256`.
 SCHEMA_VERSION = 2
 
@@ -206,7 +206,7 @@ def versions() -> dict[str, str]:
 
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# Commit of a component that is in another repository, such as OWNER/NAME@COMMIT.
+# Repository and commit of a component from another repository: OWNER/NAME@COMMIT.
 _ComponentRevision = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$")]
 
 
@@ -341,8 +341,8 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # SVD's schema accepts a missing family, as in the JSON of early clips. For an unknown family,
-    # its error names the field `family`.
+    # The JSON of early clips, which were all SVD's, has no family. SVD's schema accepts this. It is
+    # also used for an unknown family, because its error then names the field `family`.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )

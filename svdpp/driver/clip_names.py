@@ -193,7 +193,7 @@ class NameTemplate:
     Args:
         text: Template in the syntax of Python's `str.format`. Its fields are plain names, without
             attributes or indices.
-        sampling: Sampling parameters of jobs that have no sampling parameters of their own.
+        sampling: Default sampling parameters, for jobs without sampling parameters.
 
     Raises:
         RequestError: The text is not a valid template, contains a slash, or names a field that jobs

@@ -68,7 +68,7 @@ def generate(
     Args:
         inputs: Images, as paths, folders, glob patterns or PIL images: one clip for each
             combination of image, prompt and seed. Or dicts with the fields of a line of `svdpp run
-            --jobs`: one clip for each dict. Empty: clips from prompts alone.
+            --jobs`: one clip for each dict. Empty: clips from prompts only.
         prompts: One or several prompts.
         negative_prompt: Text that describes what clips with a prompt must not show.
         seeds: One or several seeds.

@@ -32,7 +32,7 @@ class JobLine:
     number: int
     """Number of the line in the file, from 1."""
     fields: Mapping[str, Any]
-    """Values of the fields, by name. In CSV all values are texts."""
+    """Values of the fields, by name. In CSV, all values are strings."""
 
 
 @dataclass(frozen=True)

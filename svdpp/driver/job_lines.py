@@ -215,7 +215,7 @@ class LineReader:
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a line sets, by field name. Empty texts and null are skipped."""
+        """Return the values that a line sets, by field name. Empty strings and null are skipped."""
         values: dict[str, Any] = {}
         typed_names: dict[str, str] = {}
         for typed, value in fields.items():
@@ -480,10 +480,10 @@ def _json_list(text: str) -> Any:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> int | float:
-    """Return a JSON value or a text as a number.
+    """Return a JSON value or a string as a number.
 
     Args:
-        value: JSON value or text.
+        value: JSON value or string, such as 7 or "7".
         kind: Type of the result, int or float.
 
     Raises:

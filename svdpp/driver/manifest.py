@@ -178,7 +178,8 @@ class RunManifest:
                 clip["state"] = "pending"  # no rank works on the clip any more
                 self._update_row(index, "pending", {})
                 self._changed = True
-        # If an error has ended the run, an error of this write is ignored: it would hide the first.
+        # If an error has ended the run, an error of this write is ignored, because it would hide
+        # the error that ended the run.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OutputError):
             if kind is not None and not self._has_begun:
                 self._restore()
@@ -256,8 +257,8 @@ class RunManifest:
         texts = [output_files.json_text(self._content)]
         if self._table is not None:
             texts.append(self._table.text())
-        # The texts of a large run take long to build. A pause of 50 times this duration keeps the
-        # cost below 2% of this thread's time.
+        # For a large run, the JSON text takes long to build. A pause of 50 times this duration
+        # keeps the cost below 2% of this thread's time.
         self._next_write = begun + max(_WRITE_SECONDS, 50 * (time.monotonic() - begun))
         self._changed = False
         files = dict(zip(self._paths, texts, strict=True))

@@ -99,7 +99,7 @@ class Pipeline(PipelineRanks):
         return self._submit(requests, metadata, for_results=True)
 
     def run(self, requests: Iterable[ClipRequest], metadata: Metadata = ()) -> list[ClipResult]:
-        """Submit clips, and wait for these clips but for no others.
+        """Submit clips, and wait until these clips are finished. Other clips may still be running.
 
         Args:
             requests: Requests of the clips.

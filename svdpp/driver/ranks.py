@@ -35,8 +35,8 @@ _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
 )
-# Seconds to wait for the end of the pipeline's thread. It ends within one poll, unless an observer
-# blocks it.
+# Seconds to wait for the end of the pipeline's thread. The thread normally ends within one poll,
+# but an observer may block it.
 _ABORT_SECONDS = 5.0
 
 
@@ -373,14 +373,16 @@ class PipelineRanks:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks if a launcher started the ranks.
+    """Return the settings that must be equal on all ranks.
+
+    A launcher starts each rank by a command of its own, so the ranks compare these settings.
 
     Args:
         config: Resolved configuration.
         checkpoint: Checkpoint of the configuration's model; None for the dummy model.
 
     Returns:
-        Options, versions and weights as texts, by the names that error messages use.
+        Options, versions and weights as strings, by the names that error messages use.
     """
     parts = (config, config.sampling, config.model)
     values = {field.name: getattr(part, field.name) for part in parts for field in fields(part)}

@@ -142,8 +142,8 @@ class PipelineRequest:
     """Whether a server makes the clips. Then a user waits for each clip, and the number of steps
     may differ between requests."""
     steps_vary: bool = False
-    """Whether clips have different numbers of steps. The number of ranks perhaps divides only some
-    of them."""
+    """Whether clips have different numbers of steps. Then the steps of some clips may not be
+    divisible by the number of ranks."""
     time_scale: float | None = None
     """Factor by which costs are multiplied to get the seconds that the dummy model sleeps; None:
     the model does not sleep."""
@@ -305,7 +305,7 @@ class PipelineRequest:
         return 1 if size == "auto" else int(size)
 
     def _overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's values for those fields that `auto` would otherwise choose."""
+        """Return the user's values for fields that `auto` would otherwise choose."""
         options = layout_options()
         return {name: each for name, each in given.items() if "auto" in options[name].chosen_by}
 
@@ -341,7 +341,7 @@ class PipelineRequest:
 
     @cached_property
     def _devices(self) -> int:
-        """Number of ranks for which this machine has devices."""
+        """Number of ranks if nobody sets it: `default_world`, else one for each GPU, else 2."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":
@@ -503,7 +503,7 @@ class PipelineRequest:
         )
 
     def _chosen(self) -> tuple[ParallelConfig, CostModel, str]:
-        """Return fields and costs of the layout, and a sentence on why `auto` chose the layout.
+        """Return the fields of the layout, the costs, and a sentence on why `auto` chose it.
 
         The sentence is empty if the user chose the layout.
         """

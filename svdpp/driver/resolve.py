@@ -34,7 +34,7 @@ def resolve_config(
     world: World | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> tuple[PipelineConfig, Checkpoint | None]:
-    """Return a configuration with the model's values in place of None, and the model's checkpoint.
+    """Replace None in a configuration by the model's defaults, and find the model's checkpoint.
 
     Args:
         config: Configuration from the user.
@@ -260,7 +260,7 @@ def memory_of_devices(
 
 
 def _process_bytes(device: str) -> int:
-    """Return the bytes that a rank needs besides the model, such as for Python, CUDA and NCCL."""
+    """Return the bytes that a rank needs in addition to the model, for Python, CUDA and NCCL."""
     if device == "cpu":
         return _RANK_BYTES
     # Ranks that share a GPU (`cuda:N`) use gloo, and so have no buffers of NCCL.

@@ -14,7 +14,7 @@ _PATHS_AND_STEPS = (
     *("image", "last_image", "references", "videos"),
     *("output", "latents_key", "done_steps"),
 )
-#: All other fields, which determine the content of the clip.
+#: Fields of `ClipRequest` that determine the content of the clip.
 _CONTENT_FIELDS = tuple(
     each.name for each in fields(ClipRequest) if each.name not in _PATHS_AND_STEPS
 )

@@ -92,9 +92,9 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return the caller's sampling parameters, with defaults for those that are missing.
+        """Return the caller's sampling parameters, with the family's defaults for missing ones.
 
-        They are not yet resolved: some fields are None until the model's configs are read.
+        Some fields are still None, because their defaults are in the model's configs.
 
         Args:
             from_image: Whether clips start from an image, for families where an image is optional.

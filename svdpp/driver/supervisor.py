@@ -414,7 +414,7 @@ class StallDetector:
         Args:
             rank: Rank that sent the event.
             event: Any event.
-            now: Present time on the detector's clock.
+            now: Current time on the detector's clock.
         """
         if isinstance(event, RankStats):
             # A separate thread of the rank sends `RankStats`, even if the rank is stalled.
@@ -451,7 +451,7 @@ class StallDetector:
         """Return a stalled rank; None if no rank is stalled.
 
         Args:
-            now: Present time on the detector's clock.
+            now: Current time on the detector's clock.
         """
         self._discount_pause(now)
         running = [rank for rank, state in enumerate(self.states) if not state.finished]

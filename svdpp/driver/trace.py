@@ -55,8 +55,8 @@ class TransferSpan(NamedTuple):
     start: float
     end: float
     waited: float = 0.0
-    """Seconds before `start` for which the sender waited for the receiver; 0 if measured by the
-    receiver."""
+    """Seconds that the sender waited for the receiver before `start`; 0 if the receiver measured
+    this span."""
 
 
 class MeasuredCosts:
@@ -194,7 +194,7 @@ class RankMetrics:
     load_seconds: float = 0.0
     compute_seconds: float = 0.0
     waits: dict[WaitCause, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds for which the rank has waited, by cause."""
+    """Seconds that the rank has waited, by cause."""
     num_written: int = 0
     write_seconds: float = 0.0
     allocated_bytes: int | None = None

@@ -62,7 +62,8 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
 
     Raises:
         RequestError: Some inputs are clips and others are not.
-        InputError: An input is a run's manifest, or a folder cannot be read.
+        InputError: The inputs are only a run's manifest or table of clips, or a folder cannot be
+            read.
     """
     found, images = list[Path](), list[Path]()
     for path in map(Path, inputs):
@@ -138,7 +139,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            # `image` is the path of the clip's first image, so this other input is searched for.
+            # `image` is the path of the clip's first image. This other input is searched for at its
+            # recorded path and in the clip's folder.
             image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
@@ -212,7 +214,7 @@ def _preferred_path(path: Path) -> Path:
     json_path = path.with_name(f"{path.name}.json")
     if json_path.exists():
         return json_path
-    old_path = path.with_suffix(".json")  # name until svdpp 0.3
+    old_path = path.with_suffix(".json")  # name of the JSON up to svdpp 0.3
     with contextlib.suppress(InputError):
         if old_path.exists() and _read_clip_json(old_path).path == path:
             return old_path

@@ -274,7 +274,7 @@ def _config(
 
 
 def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return the repository's commit for each component from another repository than the model's.
+    """Return repository and commit of each component that is not from the model's repository.
 
     The keys are names of components.
     """

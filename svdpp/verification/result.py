@@ -96,7 +96,10 @@ class Check:
         return f"clip {self.clip}, {what}, done by rank {self.rank}"
 
     def __str__(self) -> str:
-        """Return a description: which tensor, its first differing element, largest difference."""
+        """Describe the difference: the tensor, its first differing element, the largest difference.
+
+        The description is one line of text.
+        """
         index = self.first_index or ()
         numbers = dict(zip(self.axes, index, strict=False))
         where = [f"{word} {numbers[axis]}" for axis, word in _AXES.items() if axis in numbers]

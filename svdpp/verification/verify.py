@@ -63,12 +63,13 @@ def verify(
         config: Configuration of the pipelined run. The sequential run has the same model and
             parameters.
         requests: Clips to make. No files are written for them.
-        atol: Allowed absolute difference, in the latent's own values; for frames and sound, as a
-            fraction of the highest level.
+        atol: Allowed absolute difference of two elements. For frames and sound, it is a fraction of
+            the highest level (255 or 32767).
         rtol: Allowed difference, as a fraction of the reference's element.
         layout: Name of a layout; `auto` chooses the best layout for these requests. None: the
             layout of `config`.
-        fault: Function that each rank calls first, with its rank number; tests inject faults by it.
+        fault: Function that each rank calls first, with its rank number. Tests inject faults with
+            it.
         observers: Callbacks that get (rank, event) for each event of the ranks.
         open_observer: Function that opens an observer for each of the two runs, which are called
             "pipelined" and "sequential".
@@ -159,7 +160,8 @@ def run_pipelined(
         config: Configuration of the run.
         requests: Clips to make. No files are written for them.
         folder: Existing folder in which latents, frames and sound are kept.
-        fault: Function that each rank calls first, with its rank number; tests inject faults by it.
+        fault: Function that each rank calls first, with its rank number. Tests inject faults with
+            it.
         observers: Callbacks that get (rank, event) for each event of the ranks.
 
     Returns:
@@ -207,7 +209,7 @@ def run_reference(
         Metadata of each clip: hashes of its tensors, and whether GPU memory ran short.
 
     Raises:
-        RequestError: A request has sampling parameters of its own, or cannot be run.
+        RequestError: A request has its own sampling parameters, or cannot be run.
         OutOfMemoryError: The model does not fit on one device.
         RankError: The reference's process died or stalled.
     """

@@ -1,4 +1,4 @@
-"""Execution of a DENOISE action: steps, checks of latents, exchange within a pair of ranks."""
+"""Execution of a DENOISE action: steps, checks of latents, exchange of guidance branches."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Denoising:
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
         packet.memory_pressure |= context.memory_pressure.has_occurred()
-        # Both ranks of a pair have the same latent; the first rank stores it.
+        # If two ranks share the guidance, both have the same latent, and only the first stores it.
         if self.branch == 0:
             self._keep_latent()
 
@@ -102,7 +102,10 @@ class Denoising:
         return packet.tensors
 
     def drop(self) -> None:
-        """Send a tombstone to the partner of a pair, if the partner waits for a prediction."""
+        """Tell the other rank of a pair to drop the clip, if it waits for a prediction.
+
+        The message is a tombstone: a packet without tensors.
+        """
         if not self._is_paired or self._next is None or self._next == self._action.end:
             return
         pending = self._expected(self._next)

@@ -310,7 +310,7 @@ def _gpu_conditions(device: str) -> dict[str, Any]:
 
 
 class ClipProfiler:
-    """Profiler that records a rank's compute actions for one clip with torch.profiler.
+    """Profiler that records a rank's work on one clip (encode, steps, decode) by torch.profiler.
 
     The profiled clip is the second clip that the rank denoises, because caches are cold for the
     first clip. If there is only one clip, that clip is profiled.

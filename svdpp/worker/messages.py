@@ -207,7 +207,7 @@ class PromptTruncated(Event):
 
 
 class CheckpointLost(Event):
-    """Report that a latent checkpoint cannot be written; the clip goes on without it.
+    """Report that a latent checkpoint cannot be written. The clip continues without it.
 
     After a failed write, further failures are not reported until a write has succeeded.
     """
@@ -273,7 +273,7 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """Return the command or event that `to_bytes` has turned into `message`.
+    """Parse a message that `to_bytes` has created, and return the command or event.
 
     Raises:
         ValueError: The text is not JSON, or a field is missing, unknown or of another type.
@@ -288,7 +288,7 @@ def describe_position(action: Action | None, step: int) -> str:
 
     Args:
         action: Current action; None: the rank is between actions, and the result is empty.
-        step: Current step of a DENOISE; -1: the action has no steps.
+        step: Index of the current step of a DENOISE; -1: the action has no steps.
     """
     if action is None:
         return ""

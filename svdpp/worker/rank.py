@@ -232,7 +232,7 @@ def load_rank_model(
         checkpoint: Checkpoint of the model; None for the dummy model.
         device: Name of the device for the weights.
         roles: Roles of the rank; only parts for these roles are loaded.
-        rank: Number of the rank, with which a dummy model looks up how long its actions must last.
+        rank: Number of the rank. A dummy model needs it to look up how long its actions must last.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.
@@ -261,8 +261,9 @@ class ActionQueue(deque[Action]):
     """Queue of a rank's actions, which reorders actions so that clips overlap.
 
     Clips that are submitted one at a time then overlap as if they were submitted together. If a new
-    list begins with a RECV, the RECV is moved before the work on the queue's last clip, unless that
-    work has begun. In this example, `RECV c1 @2 <0` receives clip 1 after two steps from rank 0:
+    list begins with a RECV, the RECV is moved before the work on the queue's last clip, if this
+    work has not begun. In this example, `RECV c1 @2 <0` receives clip 1 from rank 0 after two of
+    its steps:
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
@@ -270,8 +271,8 @@ class ActionQueue(deque[Action]):
 
     A rank may help another rank to decode clip c, by the actions RECV, DECODE and SEND_FRAMES for
     some of the frames. The help can begin only when clip c has passed all ranks between the two. To
-    use this time, the rank runs its steps of clip c + 1 first: the three actions are moved behind
-    these steps, unless the help has begun.
+    use this time, the rank runs its steps of clip c + 1 first: the three actions, if they have not
+    begun, are moved behind these steps.
 
     The three actions are never moved behind a second clip, because this could cause a deadlock when
     ranks get their lists at different times. With one clip, the help with clip c waits at most for

@@ -110,7 +110,7 @@ class PipelineStage:
 
         Args:
             actions: Actions of this rank for further clips.
-            jobs: Jobs of the clips of these actions, and perhaps of other clips.
+            jobs: Jobs of the actions' clips. Jobs of other clips are ignored.
         """
         own = {action.clip for action in actions}
         taken = {job.clip: self._with_sampling(job) for job in jobs if job.clip in own}
@@ -153,8 +153,8 @@ class PipelineStage:
         """Check that all packets of the finished actions were sent, and report the rank as idle.
 
         Raises:
-            MismatchError: This rank has sent other packets than its actions require. The receiver
-                cannot detect this, because it would still wait for a packet that was never sent.
+            MismatchError: This rank has sent other packets than its actions require. The sender
+                checks this, because a receiver cannot tell a missing packet from a late one.
         """
         self._check_sends()
         self._waits = {}
@@ -419,7 +419,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the seconds that the `with` block takes, and those of the waits before it.
+        """Report the seconds that the `with` block takes, and the seconds of the waits before it.
 
         Args:
             action: ENCODE, DENOISE or DECODE that the block runs.
