@@ -1,4 +1,4 @@
-"""A bench: its configuration, its cases, its results, and two of them compared."""
+"""Benchmark: configuration, cases, result files, and comparison of two benchmarks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def test_what_is_shipped_is_valid() -> None:
 
 @pytest.mark.parametrize("script", sorted(_SCRIPTS.glob("*.py")), ids=lambda path: path.stem)
 def test_scripts_of_benchmarks_import_names_that_exist(script: Path) -> None:
-    """Only the text of the modules is read, because some need packages of extras."""
+    """Scripts in benchmarks/ import only names that exist in svdpp.
+
+    The modules are not imported, because some need packages of extras.
+    """
     root = script.parents[1]
     for node in ast.walk(ast.parse(script.read_text())):
         if not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("svdpp")):
@@ -158,7 +161,10 @@ def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
 
 
 def _measure_but(monkeypatch: pytest.MonkeyPatch, too_large: str) -> list[tuple[int, str]]:
-    """Starts no rank; returns the rounds that are asked for, of which one case does not fit."""
+    """Replace the measurement by one without ranks, in which the case `too_large` has no memory.
+
+    Return the list of measured rounds, which grows during the test.
+    """
     asked: list[tuple[int, str]] = []
 
     def measure(self: Bench, case: str, number: int, *_: object) -> Round:  # noqa: ARG001
@@ -263,14 +269,14 @@ def test_the_known_bottleneck_comes_first_and_fields_of_the_configuration_are_ad
     assert asked.costs == str(kept.folder / "costs.json")
 
 
-# --- two benches compared -------------------------------------------------------------------------
+# --- comparison of two benches --------------------------------------------------------------------
 
 ENVIRONMENT = {
     "versions": {"svdpp": "1", "torch": "2"},
     "host": {"cpu": "fast", "cpu_capability": "AVX", "usable_cores": 2},
     "devices": {"gpus": []},
 }
-#: Clips a minute in each round.
+#: Clips per minute in each round.
 ALONE = (50.0, 51.0, 49.0, 50.5, 49.5)
 TOGETHER = (99.0, 101.0, 100.0, 98.0, 102.0)
 
@@ -289,7 +295,7 @@ def _bench(
     sha256: str = "aa",
     **environment: Any,
 ) -> Path:
-    """A folder of results in which every figure follows from the clips per minute."""
+    """Write the results of a benchmark with the given clips per minute; return their folder."""
     one = bench_of("dummy", *overrides)
     for case, rates in ((PIPELINE, pipeline), (ONE_DEVICE, alone)):
         for number, rate in enumerate(rates):
@@ -333,7 +339,10 @@ def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
-    """Both cases lose a tenth: on one machine that is drift, on another one it is real."""
+    """If both cases become 10% slower on the same machine, this is drift.
+
+    On another machine it is a real difference.
+    """
     a, slow = _bench(tmp_path / "a"), (_times(0.9, TOGETHER), _times(0.9, ALONE))
     assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
 
@@ -348,7 +357,7 @@ def test_another_workload_has_another_yardstick(tmp_path: Path) -> None:
     other = _bench(tmp_path / "b", *half, overrides=("workload.images=[a.jpg]",), sha256="bb")
     found = compare(_bench(tmp_path / "a"), other)
     assert found.settings == ["workload.images: [], ['a.jpg']"]
-    assert found.same_bits is None  # other clips
+    assert found.same_bits is None  # the clips are different ones
     assert found.ratios[2].is_noise is False
 
 
@@ -356,14 +365,18 @@ def test_one_round_says_nothing_of_its_spread(tmp_path: Path) -> None:
     other = _bench(tmp_path / "other")
     found = compare(_bench(tmp_path / "a", (100.0,), (50.0,)), other)
     assert found.ratios[1].low is None
-    assert found.is_equal is True  # so close to 1 that no spread is needed
+    assert found.is_equal is True  # the ratio is so close to 1 that the spread does not matter
     found = compare(_bench(tmp_path / "b", (80.0,), (50.0,)), other)
     assert found.is_equal is None
     assert "--measure.repeats" in found.verdict
 
 
 def test_the_interval_is_all_differences_of_two_rounds_and_a_margin() -> None:
-    """Logarithms with a spread of 0.2: three rounds add twice that, four the spread itself."""
+    """The interval of a ratio spans all pairs of rounds, plus a margin.
+
+    The logarithms of the rounds have a spread of 0.2. With three rounds the margin is twice the
+    spread, with four rounds it is the spread.
+    """
     a = [math.exp(x) for x in (-0.1, 0.0, 0.1)]
     found = ratio("", a, [2 * x for x in a])
     assert (found.a, found.b, found.value) == pytest.approx((1.0, 2.0, 2.0))
@@ -377,8 +390,8 @@ def test_the_interval_is_all_differences_of_two_rounds_and_a_margin() -> None:
 def test_one_wild_round_does_not_hide_what_is_plain() -> None:
     a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
     assert ratio("", a, b).is_noise is False
-    assert ratio("", a, b, drift=math.log(2)).is_noise is True  # most of it may be drift
-    assert ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_noise is True  # no wider than the spread of B
+    assert ratio("", a, b, drift=math.log(2)).is_noise is True  # drift may explain most of it
+    assert ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_noise is True  # smaller than the spread of B
 
 
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])

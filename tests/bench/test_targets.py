@@ -1,4 +1,4 @@
-"""Performance targets of a benchmark, its FLOPs, and the files that a spreadsheet reads."""
+"""Performance targets of a benchmark, counts of FLOPs, and CSV files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ from tests.support.made_up_runs import (
 
 
 def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Bench]:
-    """A benchmark whose clip takes 2 s in the pipeline and 4 s by diffusers."""
+    """Write the results of a benchmark whose clip takes 2 s in the pipeline and 4 s in diffusers.
+
+    Return the folder, the summary and the benchmark.
+    """
     one = bench_of("dummy", *overrides)
     kept = Results(folder, one)
     for number in range(2):
@@ -141,7 +144,10 @@ def test_what_will_not_be_measured_is_refused_before_the_measurement(
 
 
 def test_the_flops_are_those_of_the_models_real_calls(tmp_path: Path) -> None:
-    """Two 3x3x3 convolutions, 4 to 16 channels and back, on 14x64x64 positions, two steps."""
+    """The FLOPs of a clip are those of the dummy model's two steps.
+
+    A step has two 3x3x3 convolutions, from 4 to 16 channels and back, on 14x64x64 positions.
+    """
     folder, found, _ = _finished(tmp_path, "measure.peak_tflops=0.01")
     step = 2 * 2 * 27 * 4 * 16 * 14 * 64 * 64
     assert found["flops"] == {"encode": 0, "step": step, "decode": 0}
@@ -187,7 +193,7 @@ def test_spans_and_table_hold_every_round(tmp_path: Path) -> None:
 
 
 def test_the_documentation_names_every_field_and_every_peak() -> None:
-    """`model.family` and `pipeline.cfg_parallel` were missing in the table of fields."""
+    """The docs have every field of a benchmark's configuration and every published peak."""
     root = Path(__file__).resolve().parents[2]
     page = (root / "docs/observing.md").read_text()
     for section in (Model, Ranks, Measure):
@@ -208,7 +214,7 @@ def test_the_documentation_names_every_field_and_every_peak() -> None:
         ("Tesla T4", "fp16", 65),
         ("Tesla T4", "bf16", None),
         ("NVIDIA L4", "fp16", 121),
-        ("NVIDIA H200 NVL", "fp16", None),  # another card than the H200
+        ("NVIDIA H200 NVL", "fp16", None),  # not the same card as the H200
         ("", "fp32", None),
     ],
 )
@@ -217,7 +223,10 @@ def test_published_peaks(name: str, dtype: str, peak: float | None) -> None:
 
 
 def test_speeds_of_ranks_are_those_of_their_own_work() -> None:
-    """Rank 0 encodes and steps, rank 1 steps and decodes a half; waits count for the run alone."""
+    """The speed of a rank counts only its own work and time; the speed of the run includes waits.
+
+    Rank 0 encodes and does steps. Rank 1 does steps and decodes half of the frames.
+    """
     metrics = replayed(replace(EVEN, decode_seconds=0.5), clips=4)
     metrics = with_rank(metrics, 1, decode_fraction=0.5)
     flops = PartFlops(encode=10**9, step=10**10, decode=4 * 10**9)
@@ -267,8 +276,8 @@ def test_a_report_without_the_model_says_why(changes: dict[str, Any], words: str
 
 @pytest.mark.slow
 def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
-    """The demo's UNet and decoder, once on real tensors under torch's counter."""
-    from svdpp.models.engine import load  # diffusers: seconds
+    """The FLOPs of the demo's step equal those that torch counts in a real call of its UNet."""
+    from svdpp.models.engine import load  # imports diffusers, which takes seconds
     from svdpp.models.memory import CPU_ATTENTION
 
     sampling = SvdSampling(num_inference_steps=4, height=64, width=64, num_frames=4)
@@ -280,7 +289,7 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
     unet = load.build_module(
         load.component_class("unet", dict(checkpoint.classes)["unet"]), checkpoint.folder / "unet"
     ).eval()
-    # (guidance, frames, latents and image latents, H/8, W/8)
+    # The axes are: guidance branches, frames, channels of latents and image latents, H/8, W/8.
     latents = torch.zeros(2, 4, 8, 8, 8)
     embeddings = torch.zeros(2, 1, unet.config.cross_attention_dim)
     with torch.no_grad(), FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION) as counter:
@@ -293,7 +302,10 @@ def test_counted_flops_are_those_of_real_calls_with_weights() -> None:
 def test_a_count_of_flops_changes_nothing_that_the_threads_of_a_process_share(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Under torchrun rank 0 computes in a thread of the process that measures."""
+    """A count of FLOPs changes no setting of torch that other threads share.
+
+    Under torchrun, rank 0 computes in a thread of the process that counts.
+    """
 
     def refuse(*_: object) -> None:
         raise AssertionError("rank 0 would compute other bits")

@@ -1,4 +1,4 @@
-"""The program itself: imports, exit codes, stdout and stderr."""
+"""Command line as a process: imported modules, exit codes, stdout and stderr."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ HEAVY = {
     *("torch", "diffusers", "transformers", "accelerate", "safetensors", "huggingface_hub"),
     *("numpy", "PIL", "imageio_ffmpeg", "tqdm", "loguru", "pydantic", "yaml"),
 }
-#: Modules of svdpp that one command imports and others must not.
+#: Modules that only their own command may import.
 COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
 
 
-#: Light commands, in an order in which each adds its modules, and a word of their output. Typer
-#: imports pydantic to convert the values of the last one.
+#: Light commands: arguments, a word of the output, and the heavy or command modules that the
+#: command may import in addition to the commands before it. Typer imports pydantic to convert the
+#: option values of the last one.
 LIGHT = (
     (("--help",), "Usage:", set()),
     (("--version",), f"svdpp {__version__}", set()),
@@ -48,7 +49,10 @@ LIGHT = (
 
 
 def test_light_commands_import_nothing_heavy() -> None:
-    """One new process runs them in turn, and lists what each has imported in addition."""
+    """Light commands import no heavy package.
+
+    One new process runs the commands one after the other, and lists the new modules after each.
+    """
     answers = run_in_turn(*(arguments for arguments, _, _ in LIGHT))
     for (arguments, word, expected), (code, out, added) in zip(LIGHT, answers, strict=True):
         assert (code, word in out) == (0, True), arguments
@@ -100,7 +104,7 @@ main()
 
 @pytest.mark.parametrize("module", ["svdpp.cli.app", "svdpp.plan.forecast"])
 def test_an_interrupt_while_modules_are_imported(module: str) -> None:
-    """In its first quarter of a second, Python answers Ctrl-C with a traceback."""
+    """Ctrl-C during the imports ends the command with exit code 130 and without a traceback."""
     answer = python("-c", INTERRUPTED_WHILE, module, "plan")
 
     assert answer.code == 130
@@ -148,7 +152,7 @@ def test_a_photograph_whose_name_is_not_utf_8(tmp_path: Path) -> None:
     name = os.fsdecode(b"caf\xe9")
     (tmp_path / f"{name}.jpg").write_bytes(Path(PHOTO).read_bytes())
     run = ("run", b"caf\xe9.jpg", *DEMO, *TINY, "--world", "2")
-    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # as in most locales
+    strict = {"PYTHONIOENCODING": "utf-8:strict"}  # the setting of most locales
     answer = svdpp_alone(*run, cwd=tmp_path, env=strict)
     assert (answer.code, answer.out) == (0, f"out/{name}_0.mp4\n"), answer.err
     record = json.loads((tmp_path / f"out/{name}_0.mp4.json").read_text())

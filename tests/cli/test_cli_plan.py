@@ -1,4 +1,4 @@
-"""`svdpp plan`: the table, the grid, the forecast, and refused options."""
+"""`svdpp plan`: table of ranks, grid, forecast, and refused options."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from tests.support.markdown_pages import code_blocks, table_rows
 from tests.support.shell import ROOT, svdpp_here
 
 A100_COSTS = PRESETS["svd-xt-a100"]
-#: A step takes a second, everything else no time.
+#: Costs with which a step takes one second, and everything else takes no time.
 STEPS_ALONE = ("--step-seconds", "1", "--encode-seconds", "0", "--decode-seconds", "0")
 
 
 def test_json_is_that_of_the_issue() -> None:
-    """The other names of options are those of diffusers and torchrun."""
+    """`--json` prints the plan with these keys and values.
+
+    The option names of diffusers and torchrun are aliases.
+    """
     answer = svdpp_here("plan", "--total-steps", "28", "--gpus", "7", *STEPS_ALONE, "--json")
 
     assert (answer.code, answer.err) == (0, "")
@@ -108,7 +111,8 @@ def test_the_experts_and_memory_of_each_rank_are_shown(tmp_path: Path) -> None:
     assert shared[3].split()[-4:] == ["high-noise,", "low-noise", "63", "GiB"]
 
 
-#: The estimate of --memory for Wan 2.2 T2V A14B, 81 frames at 480p in bf16, and assumed seconds.
+#: Costs of Wan 2.2 T2V A14B, 81 frames at 480p in bf16: memory as estimated by --memory, and
+#: assumed times.
 T2V_480P = CostModel(
     step_seconds=10,
     encode_seconds=2,
@@ -136,14 +140,14 @@ def test_the_table_of_cards_holds(memory: str, tmp_path: Path) -> None:
 # --- docs/scheduling.md -------------------------------------------------------------------------
 
 GUIDE = (ROOT / "docs/scheduling.md").read_text(encoding="utf-8")
-#: Words and output of each command.
+#: Arguments and printed output of each command in the guide.
 SHOWN = [
     (command.removeprefix("$ svdpp "), output)
     for command, _, output in (
         block.text.partition("\n") for block in code_blocks(GUIDE, "console")
     )
 ]
-#: Costs files, by the order in which the guide names them.
+#: Costs files by name. The guide shows their contents in this order.
 FILES = dict(
     zip(
         ("tight.json", "mixed.json"),
@@ -173,8 +177,8 @@ def test_the_guide_shows_what_its_commands_print(
 @pytest.mark.parametrize(
     ("options", "most"),
     [
-        ((), 1 / 2),  # the chunks are not known
-        (("--frames", "25", "--decode-chunk-size", "10"), 15 / 25),  # 10 frames, and 10 and 5
+        ((), 1 / 2),  # the number of chunks is unknown
+        (("--frames", "25", "--decode-chunk-size", "10"), 15 / 25),  # ranks decode 10 and 10 + 5
         (("--frames", "24", "--decode-chunk-size", "6"), 1 / 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""The demos, and what `svdpp models` says of them and of the families."""
+"""Demo models, and what `svdpp models` prints about them and about the families."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def test_the_list_names_a_model_for_each_family_in_80_columns() -> None:
     for family, spec in FAMILY_SPECS.items():
         assert any(line.startswith(f"{family}: {spec.title[:20]}") for line in lines), family
         assert any(line.startswith(f"    --model {spec.example}") for line in lines), family
-    # Checkpoints of these are of another family unless it is asked for by name.
-    borrowed = [line for line in lines if " --family" in line]  # a long name is on the next line
+    # The examples of some families need --family, because their checkpoints belong to another
+    # family by default.
+    borrowed = [line for line in lines if " --family" in line]  # a long name has its own line
     by_name = [
         family
         for family, spec in FAMILY_SPECS.items()
@@ -50,9 +51,9 @@ def test_a_demo_tells_its_own_defaults(name: str) -> None:
     told = {**about["defaults"], **{k: v["default"] for k, v in about["parameters"].items()}}
     assert {key: told[key] for key in demo.sampling} == demo.sampling
     assert (about["model"], about["license"]) == (name, demo.license)
-    assert "example" not in about  # of the family, with another license
+    assert "example" not in about  # the family's example has another license
     clip = [PHOTO] if "text" not in about["inputs"] else ["--prompt", PROMPT]
-    # Without --device: no GPU is needed.
+    # There is no --device, because a demo needs no GPU.
     dry = svdpp_here("run", *clip, "--model", name, "--dry-run")
     assert dry.code == 0, dry
     sampling = about["defaults"]
@@ -84,7 +85,11 @@ def test_a_demo_refuses_what_the_other_one_takes() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_prompts_steer_the_clips_of_demo_text(tmp_path: Path) -> None:
-    """Two prompts in one run: their embeddings have 10 and 9 tokens, as Latte drops padding."""
+    """The clips of demo-text show what their prompts say.
+
+    Latte drops padding, so the embeddings of the two prompts have different sizes (10 and 9
+    tokens).
+    """
     (tmp_path / "prompts.txt").write_text(
         f"{PROMPT}\na yellow triangle falls on a black background\n"
     )

@@ -1,4 +1,4 @@
-"""Commands from end to end: real files in, real clips out, read back frame by frame."""
+"""Commands from end to end: real input files, real clips, which are read back frame by frame."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.damage import Damage
 from tests.support.shell import PHOTO, Answer, assert_error, python, svdpp_here
 from tests.support.trace_format import check_trace
 
-#: What a clip's JSON says of its request.
+#: Values in a clip's JSON that come from its request.
 RECORDED = {
     **{"schema_version": 2, "resumed_from_step": 0, "output": "astronaut_3.mp4", "seed": 3},
     **{"dtype": "fp32", "device": "cpu", "world_size": 2, "split": "uniform", "num_threads": 1},
@@ -44,7 +44,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
-    """Hashes of final latent and frames, computed by diffusers and PIL without svdpp."""
+    """Make a clip with diffusers, without svdpp; return the hashes of the final latent and the
+    frames.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     last: dict[str, Any] = {}
@@ -70,9 +72,9 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Answer]:
-    """A command that makes two clips of each of two photographs, its folder, and its answer.
+    """Command that makes two clips of each of two images, its output folder, and its result.
 
-    tests/serve/test_run_at_server.py makes such a run in a new process.
+    The command runs in this process; tests/serve/test_run_at_server.py runs one in a new process.
     """
     out = tmp_path_factory.mktemp("made") / "out"
     command = ["run", *PHOTOS, "--device", "cpu", "--world", "2", "--model", tiny, *KNOBS]
@@ -136,7 +138,10 @@ def test_the_report_of_a_run_has_the_figures_of_its_ranks(
 def test_the_same_run_again_makes_only_what_is_missing(
     made: tuple[list[str], Path, Answer], tmp_path: Path
 ) -> None:
-    """It is refused, then skips the finished clips; with another setting it is refused again."""
+    """A repeated run is refused without `--resume`; with it, only missing clips are made.
+
+    With another setting, `--resume` is refused.
+    """
     command, out, _ = made
     again = Path(shutil.copytree(out, tmp_path / "out"))
     before = {path: path.read_bytes() for path in again.iterdir()}
@@ -151,7 +156,7 @@ def test_the_same_run_again_makes_only_what_is_missing(
     for path, content in before.items():
         if path.name.partition(".")[0] not in (missing.stem, "run", "clips"):
             assert path.read_bytes() == content, path
-    quiet = ("--quiet",)  # no remark on the photos' shape
+    quiet = ("--quiet",)  # no remark about the images' aspect ratio
     assert_error(
         svdpp_here(*whole, "--resume", "--crf", "30", *quiet), 2, "another crf: 18, now 30"
     )
@@ -172,7 +177,7 @@ def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.full  # tests/test_charter.py starts two ranks by torchrun, tests/faults three
+@pytest.mark.full  # other tests use torchrun with two and three ranks
 def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     done = python(
         *("-m", "torch.distributed.run", "--nproc-per-node=4", "--rdzv-backend=c10d"),
@@ -186,7 +191,7 @@ def test_torchrun_joins_its_world(tmp_path: Path) -> None:
     assert [rank["steps_done"] for rank in report["ranks"]] == [56] * 4
 
 
-#: What the JSON of a simulation says of its plan.
+#: Values in the JSON of a simulation that come from its plan.
 REHEARSED = {
     **{"schema_version": 1, "num_steps": 4, "world_size": 2, "split": "uniform", "replicas": 1},
     **{"decoders": 1, "cfg_parallel": 1, "decode_ranks": 1, "model": "dummy", "dtype": "fp32"},
@@ -243,7 +248,11 @@ def test_a_verified_dummy_has_no_word_of_diffusers() -> None:
 def test_a_config_that_lacks_a_key_is_the_checkpoints_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: str
 ) -> None:
-    """Without the key diffusers takes a default; on GPUs the ranks find it, not the estimate."""
+    """A config without a required key is reported as a fault of the checkpoint.
+
+    diffusers uses a default instead of the key. The memory estimate finds the fault before the
+    start; where it is skipped, a rank finds it.
+    """
     model, out = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "out"
     edit_json(model / "unet/config.json", cross_attention_dim=None)
     if checked == "by a rank":

@@ -1,4 +1,4 @@
-"""Commands with models that take prompts, videos or LoRAs; a clip with sound."""
+"""Commands with models that take prompts, videos, references or LoRAs; a clip with sound."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SIZES = {"wan": SMALL, "ltx": "--frames 9 --height 64 --width 96 --max-prompt-to
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models, an image and a video; the decoder of this LTX-Video draws noise."""
+    """Folder with tiny models, an image and a video. The decoder of its LTX-Video draws noise."""
     folder = tmp_path_factory.mktemp("files")
     save_tiny_wan(folder / "wan", boundary_ratio=0.875)
     save_tiny_wan(folder / "wan21")
@@ -75,10 +75,10 @@ AUTO = [
     ("run wan --layout auto --cfg-parallel 1", "data parallel"),
     ("run wan --cfg-parallel auto --guidance-scale 1", "1 replica of 4 ranks, balanced"),
     ("run ltx --layout auto --cfg-parallel auto", "data parallel"),
-    # With pairs a server would refuse clips without guidance.
+    # A server does not choose CFG pairs by itself, because pairs refuse clips without guidance.
     ("serve wan --layout auto", "data parallel"),
     ("serve wan --layout auto --cfg-parallel auto", "data parallel of pairs"),
-    # Two stages would be unequal.
+    # Two stages of pairs, one for each expert, would be unequal, so pairs are not chosen.
     ("serve wan --cfg-parallel auto", "1 replica of 4 ranks, balanced"),
     (
         "serve wan --cfg-parallel auto --share-experts",
@@ -158,7 +158,7 @@ REFUSED = [
     ("simulate --model ltx --param stg_scale=3", 2, "has no parameter 'stg_scale'"),
     ("simulate --model ltx --share-experts", 2, "--share-experts is for models with two experts"),
     ("simulate --model demo --prompt cat", 2, "demo takes no --prompt"),
-    # The tiny model's table of positions ends before those of the default size.
+    # The default size needs more positions than the tiny model's table has.
     (
         "run --model wan --prompt cat --steps 4 --gpus 2 --dry-run",
         2,
@@ -328,7 +328,7 @@ def test_a_clip_with_references_is_made_verified_and_resumed(tmp_path: Path) -> 
     out = ("--model", str(model), "--out", str(tmp_path / "out"))
     asked = (f"run {line} {ON_CPU}", str(first), "--reference", str(second), *out)
     answer = succeed(*asked)
-    assert "stretched" not in answer.err  # the pipeline keeps the shape of references
+    assert "stretched" not in answer.err  # the pipeline does not stretch references
     (clip,) = (tmp_path / "out").glob("*.mp4")
     record = metadata_of(clip)
     assert record["references"] == ["../inputs/second.jpg"]
@@ -365,7 +365,7 @@ def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Pat
     assert metadata_of(clip) == record
 
     last.rename(tmp_path / "out" / "moved.jpg")
-    succeed("verify", str(clip))  # found by its hash
+    succeed("verify", str(clip))  # the moved image is found by its hash
     (tmp_path / "out" / "moved.jpg").unlink()
     assert_error(ask("verify", str(clip)), 7, "the last_image of", "--image FOLDER")
     shutil.copy(example_images()[2], last)
@@ -380,13 +380,16 @@ def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Pat
 def test_lines_with_loras_of_their_own_are_made_by_the_same_ranks(
     folder: Path, tmp_path: Path
 ) -> None:
-    """By two ranks with an expert each; a fresh pipeline of diffusers proves each clip."""
+    """Lines of a jobs file may have different LoRAs; the same two ranks make all clips.
+
+    Each rank has one expert. Every clip is verified with a fresh pipeline of diffusers.
+    """
     lines = []
     for seed in (1, 2):
         high, low = (tmp_path / f"{seed}-{expert}.safetensors" for expert in ("high", "low"))
         save_tiny_lora(folder / "wan", high, seed=seed)
         save_tiny_lora(folder / "wan", low, part="transformer_2", seed=seed)
-        # Relative to the file.
+        # The paths are relative to the jobs file.
         lora = [f"{high.name}:0.5:high", {"name": low.name, "scale": 0.5, "expert": "low"}]
         lines.append({"prompt": "sea", "out": f"lora{seed}", "lora": lora})
     lines += [{"prompt": "sea", "out": "plain"}, {**lines[0], "out": "again"}]

@@ -1,4 +1,4 @@
-"""Help of the commands, spellings of options, and completion in a shell."""
+"""Help texts of the commands, aliases of options, and shell completion."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.shell import parsed, svdpp_alone, svdpp_here
 
 
 def _shown(text: str) -> list[str]:
-    """Return the options that a help shows."""
+    """Return the options that a help text shows."""
     return re.findall(r"^│ (--[a-z-]+)", text, re.M)
 
 
@@ -30,7 +30,7 @@ def test_help_fits_a_screen_and_its_examples_are_command_lines(name: str) -> Non
     assert COMMANDS[name].split(":")[0] in " ".join(text.split())
     options = {one.opts[0] for one in spec.params if one.param_type_name == "option"}
     assert {*_shown(text)} <= {*_shown(whole)} == options
-    # rich takes square brackets for markup.
+    # Help texts must not have square brackets, because rich reads them as markup.
     assert not any("[" in (one.help or "") for one in spec.params)  # type: ignore[attr-defined]
     shown = [line.strip() for line in examples.strip().splitlines()]
     assert 2 <= len(shown) <= 3
@@ -67,7 +67,7 @@ def test_spellings_of_diffusers_are_taken() -> None:
         ("svdpp run --costs svd-xt-h", ["svd-xt-h100-pcie"]),
         ("svdpp run --family wan_v2", ["wan_v2v"]),
         ("svdpp models lt", families("lt")),
-        # Nothing, so that the shell completes paths.
+        # svdpp completes nothing here, so that the shell completes paths.
         ("svdpp run ph", []),
         ("svdpp run --model ./mo", []),
         ("svdpp run --prompts pr", []),

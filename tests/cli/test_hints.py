@@ -1,4 +1,4 @@
-"""Hints name only options that the command has."""
+"""Hints of errors name only options that the command has."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.shell import ROOT, svdpp_here
 
 _OTHER_PROGRAMS = re.compile(r"\b(hf|docker|pip|torchrun|srun) [^,;()]*")
 _COMMAND = re.compile(r"\bsvdpp (\w+)([^,;()]*)")
-# Without the fields of a benchmark's configuration.
+# Matches an option, but not a field of a benchmark's configuration, such as --model.name.
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z](?![\w.-])")
 
 
@@ -31,7 +31,10 @@ def _options(command: str) -> frozenset[str]:
 
 @cache
 def _hints() -> frozenset[str]:
-    """All texts of errors and hints that name an option, with a number for what is filled in."""
+    """Return all texts in svdpp that name an option or a field.
+
+    Placeholders of f-strings are replaced by the number 7.
+    """
     return frozenset(_texts())
 
 
@@ -59,7 +62,7 @@ def _texts() -> Iterator[str]:
 
 
 def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
-    """Docstrings, and the descriptions of the API's schema, whose backticks are Markdown."""
+    """Yield the nodes of docstrings, and of descriptions whose backticks are Markdown."""
     if isinstance(node, ast.Expr):
         yield node.value
     elif isinstance(node, ast.keyword) and node.arg in ("description", "help"):
@@ -71,13 +74,13 @@ def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_texts_name_fields_that_have_an_option() -> None:
-    """In backticks, which the command line writes as options; others are spelt wrong."""
+    """Every field in backticks in a text has an option, which the command line writes instead."""
     assert {field for text in _hints() for field in fields_in(text)} <= option_names().keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_hint_names_only_options_of_the_command(command: str) -> None:
-    """Whatever text of the program it is."""
+    """A hint, as the command prints it, names only options that the command has."""
     assert len(_hints()) > 50
     console = Console(options=_options(command))
     for hint in _hints():

@@ -1,4 +1,4 @@
-"""Options: their values, the variables that set them, and what they change of a run."""
+"""Options: values, environment variables, and their effect on a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.shell import (
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder; without the memory estimate, which takes a second, has its own test."""
+    """Run each test in an empty folder, and without the memory estimate, which takes a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resolve, "estimate_ranks", lambda *_, **__: [])
 
@@ -182,12 +182,12 @@ def _plan(*options: str, **env: str) -> dict[str, Any]:
 
 
 def test_an_option_before_a_variable_before_what_is_built_in() -> None:
-    assert _plan(SVDPP_MODEL="")["world_size"] == 4  # as if it was not set
+    assert _plan(SVDPP_MODEL="")["world_size"] == 4  # an empty variable counts as not set
     assert parsed("svdpp plan")["options"].device == "cuda"
     wrong = svdpp_here("run", PHOTO, *TINY, env={"SVDPP_MODEL": "dummy"})
     assert_error(wrong, 2, "the dummy model makes no video files")
     assert_error(svdpp_here("run", PHOTO, *DEMO, env={"SVDPP_LOG_FILE": "/dev/null/log"}), 8, "log")
-    assert "layouts" not in _plan(SVDPP_COMPARE="1")  # has no variable
+    assert "layouts" not in _plan(SVDPP_COMPARE="1")  # this option has no variable
     assert _plan("--world", "14")["world_size"] == _plan("--gpus", "14")["world_size"] == 14
 
 
@@ -250,7 +250,7 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
             "2 of 4 GPUs: 4 do not divide",
         ),
         ("cuda", 7, {"steps": 30, "cfg_parallel": "2"}, 6, "uniform", "6 of 7 GPUs: pairs need an"),
-        # Nothing must divide the steps.
+        # These layouts do not need a number of ranks that divides the steps.
         ("cpu", 3, {"steps": 25, "split": "alternating"}, 2, "alternating", ""),
         ("cpu", 3, {"steps": 25, "layout": "data-parallel"}, 2, "uniform", ""),
     ],
@@ -275,7 +275,10 @@ def test_by_default_all_gpus_or_two_ranks(
 
 
 def test_commands_agree_on_ranks_that_do_not_divide_the_steps() -> None:
-    """The rule with `--gpus` and its error stay."""
+    """By default, commands choose the balanced split if the ranks do not divide the steps.
+
+    With `--gpus`, such a number of ranks is refused.
+    """
     said = "ranks do not divide 25 steps; --gpus 1 does\n"
     planned = svdpp_here("plan", "--steps", "25", "--json")
     assert json.loads(planned.out)["split"] == "balanced"
@@ -293,7 +296,7 @@ def test_commands_agree_on_ranks_that_do_not_divide_the_steps() -> None:
 
 
 def photograph(name: str) -> str:
-    """Copies a photograph to that name."""
+    """Copy an image to the path `name`, and return the path."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(PHOTO, name)
     return name
@@ -307,7 +310,7 @@ def dry_run(*options: str) -> dict[str, Any]:
 
 
 def names(*options: str) -> list[str]:
-    """The names of the clips that a run would make."""
+    """Return the output names of the clips that a run would make."""
     return [clip["output"] for clip in dry_run(*options)["clips"]]
 
 
@@ -392,14 +395,17 @@ def test_names_of_clips() -> None:
     assert names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
 
 
-# --- what a run says at its end -------------------------------------------------------------------
+# --- messages at the end of a run -----------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_a_gpu_that_ran_short_of_memory_is_said_once_for_all_parts_of_a_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The ranks are forked, so that they inherit the patched memory pressure."""
+    """If a GPU ran short of memory, a run of several batches prints only one warning.
+
+    The ranks are forked, so they inherit the patched `MemoryPressure`.
+    """
     monkeypatch.setattr("svdpp.driver.run_plan.BATCH_SIZE", 2)
     monkeypatch.setattr(MemoryPressure, "has_occurred", lambda self: True)  # noqa: ARG005
     monkeypatch.setattr(fork_server, "start_method", lambda device: "fork")  # noqa: ARG005
@@ -446,7 +452,7 @@ def test_what_profile_and_run_suggest_next() -> None:
 
 
 def test_the_help_of_an_option_is_written_once() -> None:
-    """Options of several commands are declared in one place, else they drift apart."""
+    """No help text occurs twice, because an option of several commands is declared only once."""
     trees = (ast.parse(path.read_text()) for path in sorted((ROOT / "svdpp/cli").rglob("*.py")))
     keywords = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.keyword))
     texts = Counter(each.value.value for each in keywords if _is_help(each))

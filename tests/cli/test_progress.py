@@ -1,4 +1,4 @@
-"""What is said of a run: the display on a terminal, plain lines elsewhere, and the log."""
+"""Progress of a run: display on a terminal, plain lines elsewhere, and the log."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ LOST = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
 def watch(
     events: Events, *, term: str, decodes: bool = False, **about: Any
 ) -> tuple[Progress, list[str]]:
-    """The progress after `events`, and the lines that its last picture and its remarks leave."""
+    """Return the progress after `events`, and all lines that it has written.
+
+    `term` is the type of terminal; "none" stands for a file.
+    """
     console, written = Console(), io.StringIO()
     how: dict[str, Any] = {"color_system": None, "width": 80, "height": 24}
     is_terminal = term != "none"
@@ -99,7 +102,8 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
     labels = ["a-very-long-name-of-an-image-that-goes-on.jpg", "b.jpg"]
     lines = watch(EVENTS, term="xterm", labels=labels)[1][-3:]
 
-    # Two clips of two halves of 14 steps each; two steps have taken 2 s each.
+    # Each of two clips has 28 steps, half of them on each rank. Two steps are done, and took 2 s
+    # each.
     assert lines[0] == "run: 0 of 2 clips, 0:00 elapsed, about 1:24 left"
     long = "a-very-long-name-of-"
     assert re.fullmatch(rf"rank 0 +[━╸╺ ]* 2/28 {long}, step 2, 2.00 s/step", lines[1])
@@ -110,7 +114,7 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
 @pytest.mark.parametrize(
     ("about", "events", "said"),
     [
-        # What is not measured weighs as in the assumed costs: a decode takes as long as four steps.
+        # Nothing has been decoded yet. By the assumed costs, a decode takes as long as four steps.
         (
             {"decodes": True, "costs": CostModel(step_seconds=0.5, decode_seconds=2.0)},
             EVENTS,
@@ -146,7 +150,7 @@ def test_elsewhere_a_line_now_and_then_shows_that_the_run_goes_on(
 
 @pytest.mark.slow
 def test_an_interrupt_leaves_a_clean_terminal() -> None:
-    """Ctrl-C in a real terminal of 80 columns: one sentence at the start of a line, the cursor."""
+    """After Ctrl-C, a real terminal shows one error at the start of a line, and the cursor."""
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = ("simulate", "--world", "2", "--steps", "4", "--clips", "500")
@@ -213,7 +217,7 @@ def test_the_files_of_a_long_life_are_bounded(
 def test_the_file_gets_json_lines_and_steps_only_with_v(tmp_path: Path) -> None:
     said: list[str] = []
     path = tmp_path / "new" / "run.jsonl"
-    for verbosity in (0, 1):  # the second run appends
+    for verbosity in (0, 1):  # the second pass appends to the file
         open_log(verbosity=verbosity, log_file=path, write=said.append)
         logger.bind(rank=3).debug(f"a step, verbosity {verbosity}")
         logger.bind(rank=3).info("two\nlines")
@@ -222,7 +226,7 @@ def test_the_file_gets_json_lines_and_steps_only_with_v(tmp_path: Path) -> None:
     messages = ["two\nlines", "a step, verbosity 1", "two\nlines"]
     assert [record["message"] for record in records] == messages
     assert {record["extra"]["rank"] for record in records} == {3}
-    assert len(said) == 1  # without -v nothing, and debug needs -vv
+    assert len(said) == 1  # stderr gets nothing without -v, and steps only with -vv
 
 
 def test_a_full_disk_is_said_once_and_stops_nothing(capfd: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +268,7 @@ def test_v_shows_ranges_and_transfers_and_vv_the_steps() -> None:
 
 
 def test_tracebacks_show_no_values_of_variables(tmp_path: Path) -> None:
-    """Some are URLs with passwords, or keys."""
+    """Tracebacks do not show values of variables, which may be keys or URLs with passwords."""
     lines: list[str] = []
     open_log(verbosity=1, log_file=tmp_path / "log.jsonl", write=lines.append)
     url = "postgresql://svdpp:" + "pa55" + "w0rd@db/svdpp"

@@ -1,4 +1,4 @@
-"""What cannot be done is refused before any work: with one sentence and its exit code."""
+"""Command lines that are refused before any work, each with one sentence and an exit code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLAN = [
     ("--world four", "'--gpus': must be a valid integer"),
 ]
 
-# tests/test_config.py has the range of each number.
+# tests/test_config.py tests the range of each number.
 RUN = [
     ("--dtype int8", "'--dtype': 'int8' is not one of 'fp32'"),
     ("--amp", "tool of training, where a GradScaler scales the loss"),
@@ -54,7 +54,7 @@ RUN = [
     ("--trace photo.jpg", "--trace must end in .json, got 'photo.jpg'"),
 ]
 
-# What these commands have of their own; the rest is that of `run`.
+# Only refusals that `run` does not have.
 SIMULATE = [
     ("--frames 4", "--frames has no effect on the dummy model"),
     ("--latent-shape 1 4 0 8 8", "latent shape 1 4 0 8 8 needs 5 positive"),
@@ -121,7 +121,7 @@ REFUSED = [
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files that the command lines name."""
+    """Create the files that the command lines name, in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes(b"mine")
     Path("folder").mkdir()
@@ -134,7 +134,10 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _files() -> dict[Path, int]:
-    """When each file was written, and 0 for each folder, in which a lock may lie for a moment."""
+    """Return the modification time of each file, and 0 for each folder.
+
+    A folder's time changes when a lock file is created and removed.
+    """
     return {path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")}
 
 
@@ -145,7 +148,7 @@ def _files() -> dict[Path, int]:
     ids=[f"{code}: {line.replace(PHOTO, 'PHOTO')}: {words}" for line, code, words in REFUSED],
 )
 def test_refused(line: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("svdpp.driver.pipeline.Pipeline.__enter__", None)  # no ranks are started
+    monkeypatch.setattr("svdpp.driver.pipeline.Pipeline.__enter__", None)  # no ranks can start
     command, before = shlex.split(line), _files()
     assert_error(svdpp_here(*command), code, words)
     as_json = svdpp_here(*command, "--json")
@@ -195,7 +198,7 @@ def test_wrong_usage_is_one_sentence_and_a_suggestion(line: str, words: str, hin
     ],
 )
 def test_an_empty_value_is_refused(line: str) -> None:
-    """As a shell makes it of a variable that is not set."""
+    """An empty value is refused. A shell passes one if a variable is not set."""
     assert_error(svdpp_here(*shlex.split(line)), 2, "empty")
 
 

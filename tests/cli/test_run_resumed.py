@@ -1,4 +1,4 @@
-"""Killed runs that go on, names that could forge a log, and full disks."""
+"""Killed runs that are resumed, file names with control characters, and full disks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
-    # The first transfer of any clip.
+    # Wait until the first transfer of any clip has left a latent checkpoint.
     wait_until(lambda: list(kept.glob("*_step*.safetensors")), HANG_SECONDS, "no checkpoint")
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
@@ -89,7 +89,10 @@ def test_a_killed_run_goes_on_from_its_hand_overs(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_jobs_file_is_killed_changed_resumed_and_proven(tmp_path: Path) -> None:
-    """Two sizes and two numbers of steps on two ranks; a changed line is made again alone."""
+    """After a kill and a change of the jobs file, only new, changed and missing clips are made.
+
+    The lines have two sizes and two numbers of steps. All clips are verified.
+    """
     shutil.copy(PHOTOS[0], tmp_path / "a.jpg")
     jobs, out, plan = tmp_path / "jobs.csv", tmp_path / "out", tmp_path / "plan.json"
     head, *lines = ("image,seed,size,steps", "a.jpg,1,,", "a.jpg,1,96x64,", "a.jpg,2,96x64,5")
@@ -107,7 +110,7 @@ def test_a_jobs_file_is_killed_changed_resumed_and_proven(tmp_path: Path) -> Non
     os.kill(killed.pid, signal.SIGKILL)
     killed.communicate()
     before = _latents(out)
-    # A line is inserted before all others, whose names stay, and another is changed.
+    # A new first line is inserted, and another line is changed. The other clips keep their names.
     jobs.write_text("\n".join([head, "a.jpg,1,64x96,", lines[0], "a.jpg,1,96x64,4", lines[2]]))
     resumed = _run(*asked, "--resume")
     assert resumed.code == 0, resumed.err
@@ -141,7 +144,10 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
 
 
 def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
-    """A photograph that cannot be read (7), together with latents that are not finite (9)."""
+    """If clips are lost for several reasons, the highest exit code counts.
+
+    One image cannot be read (7), and the latents of the other clip are not finite (9).
+    """
     model = save_tiny_checkpoint(tmp_path / "model")
     weights = model / "unet/diffusion_pytorch_model.safetensors"
     tensors = load_file(weights)
@@ -201,7 +207,7 @@ def test_a_closed_folder_is_found_before_anything_is_loaded(tmp_path: Path) -> N
     answer, loaded = svdpp_and_modules(*run)
 
     assert_error(answer, 8, "'/proc/svdpp'")
-    assert log.read_text() == ""  # a rank reports there that it is ready
+    assert log.read_text() == ""  # no rank has started, because a rank logs that it is ready
     assert "svdpp.media.output_files" in loaded
     assert "diffusers" not in loaded
 

@@ -1,4 +1,4 @@
-"""No command prints the user's home, a token or a secret, however it ends."""
+"""No command prints the path of the user's home, a token or a secret, even if it fails."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder with a photograph and a model that lacks a weight."""
+    """Home folder with an image, and a model that lacks a weight."""
     folder = tmp_path_factory.mktemp("users") / "markedhome"
     file = save_tiny_checkpoint(folder / "models/broken") / UNET
     weights = load_file(file)
@@ -74,7 +74,7 @@ def test_refusals_show_none(home: Path, env: dict[str, str], line: str, code: in
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_rank_s_traceback_shows_none(home: Path, env: dict[str, str], tmp_path: Path) -> None:
-    """With the most verbose output."""
+    """A rank's traceback shows no secret, even with the most verbose output."""
     log = tmp_path / "run.jsonl"
     answer = svdpp_alone(
         *("run", str(home / "rocket.jpg"), "--model", str(home / "models/broken"), *TINY),

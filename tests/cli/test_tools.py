@@ -1,4 +1,4 @@
-"""`doctor`, `report` on folders of runs, tables of the console, and `bench`."""
+"""`doctor`, `report`, tables of the console, and `bench`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.config import DEFAULT_MODEL
 from tests.support.made_up_runs import EVEN, leave, replayed, round_of
 from tests.support.shell import Answer, assert_error, svdpp_here
 
-#: The first line of `doctor`, before its imports.
+#: First line that `doctor` prints, before its slow imports.
 BEGIN = "importing PyTorch and diffusers, then running the checks one by one"
 
 
@@ -39,7 +39,7 @@ def test_a_healthy_machine(tmp_path: Path) -> None:
     verdicts = [line[:32].split(None, 1) for line in answer.out.splitlines() if line[0] != " "]
     names = [
         *("devices", "ffmpeg", "output folder", "model", "memory", "transfers"),
-        # Those whose packages are in the extras of no test, and run on a CPU.
+        # Only attention backends that run on a CPU and need no further package are checked.
         *("attention native", "attention _native_flash", "attention _native_math", "cut test"),
     ]
     assert [(verdict, name.strip()) for verdict, name in verdicts] == [("ok", n) for n in names]
@@ -64,7 +64,7 @@ def test_a_broken_machine_names_every_fix(tmp_path: Path) -> None:
     checks = {check["name"]: check for check in report["checks"]}
     assert not report["healthy"]
     assert report["examined"] == {"model": model[1], "device": "cuda", "world_size": 1}
-    assert words.code == answer.code == 2  # the line of the first check, the devices
+    assert words.code == answer.code == 2  # the exit code is that of the first failed check
     failed = {name: check["exit_code"] for name, check in checks.items() if check["exit_code"]}
     assert failed == {"devices": 2, "ffmpeg": 8, "output folder": 8, "model": 5}
     fixes = {"devices": "--device cpu", "output folder": "--out", "model": "--model"}
@@ -136,7 +136,10 @@ BENCH = (
 
 
 def test_different_bits_end_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Replaces the measurement."""
+    """A bench whose rounds have different bits fails.
+
+    The measurement is replaced by fixed rounds.
+    """
 
     def run(_: Console, one: Bench, *others: object) -> dict[str, Any]:
         assert others
@@ -155,7 +158,7 @@ def test_a_wild_range_is_as_short_as_another() -> None:
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
-    """The folder where a bench was run, and its answer."""
+    """Folder in which a bench was run, and the result of the command."""
     place = tmp_path_factory.mktemp("benched")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)

@@ -1,4 +1,4 @@
-"""`svdpp verify CLIP...` finds every change of a clip, and reports what it has checked."""
+"""`svdpp verify CLIP...` finds every change of a clip, and prints what it has checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a photograph and, in `out`, three clips: two videos, one of frames."""
+    """Folder with an image, and three clips in `out`: two videos and one folder of frames."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copy(PHOTO, folder / "rocket.jpg")
     run = ("run", "rocket.jpg", *DEMO, *TINY, "--world", "1", "-q")
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of that folder for a test to change, in the working folder."""
+    """Folder `out` in a copy of `made`, which a test may change. The copy is the working folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
@@ -52,7 +52,7 @@ def test_an_approximation_of_an_earlier_svdpp_is_refused_in_a_sentence(out: Path
 
 
 def test_every_harm_to_a_clip_is_named(out: Path) -> None:
-    """One folder with a clip for each change."""
+    """Every change of a clip is named: a deleted video, appended bytes, and edited metadata."""
     for name in ("deleted", "junk", "edited"):
         for end in (".mp4", ".mp4.json"):
             shutil.copy(out / f"rocket_0{end}", out / f"{name}{end}")
@@ -111,7 +111,7 @@ def test_one_clip_and_several_in_words(out: Path) -> None:
 
 
 def test_a_moved_clip_and_its_photograph(out: Path) -> None:
-    """The photograph has another name or comes from --image; without it there is no proof."""
+    """A moved clip needs its image. If the image is not found, `--image` gives its path."""
     elsewhere = out.parent / "elsewhere" / "deep"
     elsewhere.mkdir(parents=True)
     shutil.copy(out / "rocket_0.mp4", elsewhere / "mine.mp4")
@@ -125,16 +125,16 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
     assert_error(refused, 2, "--image is for finished clips")
 
 
-# --- metadata of strangers ----------------------------------------------------------------------
+# --- metadata from untrusted sources ------------------------------------------------------------
 
 
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fails a test in which something is taken for a clip's metadata."""
+    """Make a test fail if invalid metadata is accepted, and the reference starts."""
     monkeypatch.setattr(clip_verification, "run_reference", None)
 
 
-# tests/test_config.py has all limits.
+# tests/test_config.py tests all limits.
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
@@ -153,7 +153,7 @@ def test_metadata_beyond_the_limits_is_refused_before_any_work(
 
 
 def damaged_records(record: dict[str, Any]) -> dict[str, str]:
-    """Texts that are not clip metadata, by their defect."""
+    """Return texts that are no valid metadata of a clip, by the name of the defect."""
     texts = {
         "empty": "",
         "cut short": json.dumps(record)[:-9],
@@ -188,7 +188,7 @@ def damaged_records(record: dict[str, Any]) -> dict[str, str]:
 
 @pytest.mark.usefixtures("no_reference")
 def test_verify_refuses_what_is_no_metadata(out: Path) -> None:
-    """Any content of a JSON file gives one sentence and exit code 7, not an unexpected error."""
+    """Any JSON file that is no valid metadata gives one sentence and exit code 7."""
     bad = []
     record = json.loads((out / "rocket_0.mp4.json").read_text())
     for what, text in damaged_records(record).items():
@@ -213,7 +213,10 @@ def test_photographs_of_strangers_names(out: Path) -> None:
 def test_a_clip_in_tiles_is_kept_and_verified_with_tiles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pair shares them; without tiles it is another clip."""
+    """A clip that a CFG pair decodes in tiles can be resumed and verified.
+
+    Without tiles, the same request makes another clip.
+    """
     monkeypatch.chdir(tmp_path)
     model = str(save_tiny("wan", tmp_path / "wan"))
     sizes = ("--height", "16", "--width", "288", "--frames", "5", "--steps", "2")
@@ -261,7 +264,7 @@ def test_a_clip_of_version_0_3_is_kept_and_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, clip: str, asked: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    home = {"HOME": str(tmp_path)}  # the model is recorded as ~/wan
+    home = {"HOME": str(tmp_path)}  # the clip's JSON has the model as ~/wan
     Path("out").mkdir()
     shutil.copy(PHOTO, "rocket.jpg")
     for suffix in ("", ".json"):
@@ -274,8 +277,8 @@ def test_a_clip_of_version_0_3_is_kept_and_verified(
     kept = svdpp_here(*run, "--resume", env=home)
     assert (kept.code, "(was finished)" in kept.out) == (0, True), kept
 
-    # Another CPU may give other bits than the one that made the clip in 0.3:
-    # a clip made here tells what `verify` has to compute here.
+    # This CPU may give other bits than the one that made the clip in 0.3. So a clip is made here,
+    # and `verify` must compute the hashes of that clip.
     made = svdpp_here(*run, "--out", "made", env=home)
     assert made.code == 0, made
     recorded, here = (

@@ -1,4 +1,4 @@
-"""Only one module makes streams and reads tensors on devices."""
+"""Only the module `streams` creates CUDA streams and reads device tensors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import svdpp
 
 PACKAGE = Path(svdpp.__file__).parent
 
-# What other modules may do, and why.
+# Calls that other modules may make, with the reason.
 ALLOWED = {
-    "verification/reference.py": {"synchronize"},  # one process, which measures its own steps
-    # Once for a clip and rank:
-    "models/engine/model.py": {"all"},  # finite?
-    "models/engine/records.py": {"numpy"},  # structure: on the host
-    "models/engine/attention.py": {"cpu", "numpy"},  # a trial before a rank loads its model
-    "models/engine/modular_state.py": {"numpy"},  # arrays of NumPy: on the host
-    "config/families/wan.py": {"tolist"},  # timesteps: on the host
-    # Take tensors on the host, from `to_host` or from files:
+    "verification/reference.py": {"synchronize"},  # to measure the steps of one process
+    # Once for each clip on a rank, or only on tensors in host memory:
+    "models/engine/model.py": {"all"},  # checks that the latent is finite
+    "models/engine/records.py": {"numpy"},  # the structure is in host memory
+    "models/engine/attention.py": {"cpu", "numpy"},  # a trial before the model is loaded
+    "models/engine/modular_state.py": {"numpy"},  # converts NumPy arrays in host memory
+    "config/families/wan.py": {"tolist"},  # the timesteps are in host memory
+    # Only on tensors in host memory, which come from `to_host` or from files:
     "worker/tensor_files.py": {"numpy"},
     "worker/background.py": {"numpy"},
     "comm/packet.py": {"numpy"},
@@ -34,10 +34,13 @@ _REDUCTIONS = {"all", "any", "max", "min", "sum", "mean", "norm"}
 
 
 def _forbidden(call: ast.Call) -> str | None:
-    """What the call does if it makes a stream, waits for one, or reads a tensor on a device."""
+    """Return the name of a forbidden operation: to create a stream, wait for one, or read a tensor.
+
+    Return None for all other calls.
+    """
     name = ast.unparse(call.func)
     method = name.rpartition(".")[2]
-    if name.startswith("streams."):  # the module that may
+    if name.startswith("streams."):  # only this module may
         return None
     if name.startswith(("torch.cuda.Stream", "torch.cuda.stream", "torch.cuda.Event")):
         return name

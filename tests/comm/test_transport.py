@@ -1,4 +1,6 @@
-"""Packets arrive complete and in order, wait, or are refused if invalid; errors name the rank."""
+"""Transport of packets between ranks: complete, in order, with back-pressure; invalid packets are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +44,9 @@ RankFunction = Callable[..., Any]
 def run_ranks(
     function: RankFunction, world_size: int, *arguments: Any, timeout: float = HANG_SECONDS
 ) -> list[Any]:
-    """Calls `function(context, *arguments)` in each rank; what they return (JSON values), by rank.
+    """Call `function(context, *arguments)` in each rank; return the results (JSON values) by rank.
 
-    Fails the test with the output of the first rank that did not end with 0.
+    If a rank fails, the test fails with that rank's output.
     """
     group = start_ranks(
         _call,
@@ -75,7 +77,7 @@ def _call(context: LaunchContext, argument: tuple[RankFunction, tuple[Any, ...]]
 
 
 def _tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of random bits, with NaN and infinities, one of them not contiguous."""
+    """Return tensors of random bits, including NaN and infinities. One tensor is not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (3, 5, 7), dtype=torch.int16, generator=generator)
     tensors = {str(dtype).removeprefix("torch."): bits.view(dtype) for dtype in DTYPES[1:]}
@@ -98,7 +100,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _relay(context: LaunchContext, clips: int) -> dict[str, Any]:
-    """Every rank forwards its packet; the last compares the bits with those of the first."""
+    """Forward packets from rank to rank, and check the bits on every rank.
+
+    Return the number of equal packets, and all transfers.
+    """
     transfers: list[Transfer] = []
     transport = _transport(context, transfers)
     rank, last = context.world.rank, context.world.size - 1
@@ -136,7 +141,10 @@ def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
 
 
 def _slow_receiver(context: LaunchContext) -> list[float]:
-    """Rank 1 receives nothing for 2 s. Returns when it begins, or when each send returned."""
+    """Send three packets to rank 1, which receives nothing for 2 s.
+
+    Rank 0 returns the time after each send; rank 1 returns the time when it begins to receive.
+    """
     transport = _transport(context, [])
     tensors = _tensors(0)
     if context.world.rank == 0:
@@ -157,12 +165,15 @@ def _slow_receiver(context: LaunchContext) -> list[float]:
 @pytest.mark.timing
 def test_a_slow_rank_holds_back_the_one_before_it() -> None:
     sent_after, (begin,) = run_ranks(_slow_receiver, 2)
-    # The first is sent at once; the second waits until the first has been received.
+    # The first packet is sent at once. The second waits until the first has been received.
     assert sent_after[0] < begin <= sent_after[1]
 
 
 def _fail(context: LaunchContext, num_sent: int) -> str:
-    """Rank 0 sends step 4 of clip 7, or leaves at once; rank 1 expects step 5. Returns errors."""
+    """Send `num_sent` packets of clip 7 at step 4 from rank 0; rank 1 expects one at step 5.
+
+    Return the error message of this rank.
+    """
     transport = _transport(context, [])
     try:
         if context.world.rank == 1:
@@ -177,7 +188,7 @@ def _fail(context: LaunchContext, num_sent: int) -> str:
 
 @pytest.mark.slow
 def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
-    # gloo would accept it without an error, or abort the process.
+    # Without this check, gloo would accept the packet silently, or abort the process.
     sender, receiver = run_ranks(_fail, 2, 1)
     assert "next step: sent 4, expected 5" in receiver
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
@@ -192,7 +203,7 @@ def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
 
 # --- exceptions of gloo, NCCL and CUDA ------------------------------------------------------------
 
-# As torch 2.13 and NCCL 2.27 print them (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
+# Error messages of torch 2.13 and NCCL 2.27 (ProcessGroupNCCL.cpp, NCCLUtils.cpp).
 NCCL_UNHANDLED = """NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, \
 unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.5
 ncclUnhandledCudaError: Call to CUDA function failed.
@@ -236,7 +247,11 @@ GLOO = "[../third_party/gloo/transport/tcp/pair.cc:534] Connection closed by pee
     ],
 )
 def test_errors_are_told_apart(raised: Exception, kind: type[Exception], words: str) -> None:
-    """The parent treats a `BrokenLinkError` as a consequence of another rank's failure."""
+    """Errors of libraries become svdpp's own types.
+
+    The types matter, because the parent treats a `BrokenLinkError` as a consequence of another
+    rank's failure.
+    """
     with pytest.raises(kind) as caught, translated_errors(*TRANSFER):
         raise raised
     assert type(caught.value) is kind

@@ -1,4 +1,4 @@
-"""The trace file obeys the format, and holds exactly the measurements."""
+"""Trace file: valid format, and exactly the measured times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.trace_format import check_trace, read_trace
 
 
 def _events() -> list[tuple[int, Event]]:
-    """Two steps on each of two ranks, and the transfer between them."""
+    """Return the events of one clip: steps on two ranks, and the transfer between them."""
     transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
     sent = {"direction": "send", "peer": 1, "seconds": 0.25, "waited": 0.25, "end": 105.5}
     received = {"direction": "recv", "peer": 0, "seconds": 0.25, "end": 105.5}
@@ -78,7 +78,7 @@ def test_every_event_is_where_it_was_measured(tmp_path: Path) -> None:
 
 
 def test_the_file_of_a_killed_run_is_a_trace(tmp_path: Path) -> None:
-    """What is on the disk after each event, without `close`."""
+    """The file is a valid trace after each event, even without `close`."""
     path = tmp_path / "trace.json"
     file = _trace_file(path)
     lengths = []
@@ -106,7 +106,7 @@ def test_memory_is_a_counter_of_its_changes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_hundred_thousand_events_do_not_grow_the_parent(tmp_path: Path) -> None:
-    """As an endless run of one rank that receives its clips."""
+    """The parent's memory does not grow during 100,000 events of a rank that makes clips."""
     file, trace = _trace_file(tmp_path / "trace.json", begin=0.0), Trace(1, last_clips=20)
 
     def make(clip: int) -> None:

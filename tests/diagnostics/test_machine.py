@@ -1,4 +1,4 @@
-"""What `env` says about a machine, how `doctor` fails, and the costs that are measured."""
+"""Facts about a machine (`env`), failed checks of `doctor`, and measured costs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_commit_and_state_are_those_of_a_checkout_alone(
 ) -> None:
     monkeypatch.setattr(machine.svdpp, "__file__", str(tmp_path / "svdpp" / "__init__.py"))
     assert machine.environment()["git"] is None
-    (tmp_path / ".git").mkdir()  # not a git repository
+    (tmp_path / ".git").mkdir()  # an empty folder is no git repository
     assert machine.environment()["git"] is None
 
 
@@ -115,7 +115,7 @@ def test_a_chosen_backend_that_does_not_run_in_its_dtype_fails(
     assert (flash.detail, flash.fix) == ("no fp32", "try")
 
 
-# --- the costs, of a bench and of `svdpp profile` -------------------------------------------------
+# --- measured costs, as in a bench and in `svdpp profile` -----------------------------------------
 
 TWO_HOSTS = World(rank=0, local_rank=0, size=4, local_size=2, num_hosts=2, launcher="torchrun")
 
@@ -133,7 +133,7 @@ def _note(
     clip: int = 0,
     encode_seconds: float = 0.25,
 ) -> Trace:
-    """Adds a clip in which each rank does one step."""
+    """Add a clip to the trace in which each rank does one step; return the trace."""
     encode = ActionDone(action=f"ENCODE c{clip} @0", start=0.0, end=encode_seconds, waited=0.0)
     trace(0, encode)
     for rank, seconds in step_seconds.items():
@@ -150,9 +150,9 @@ def _note(
 @pytest.mark.parametrize(
     ("device", "steps", "costs"),
     [
-        ("cuda", (1.0, 1.05, 1.02), 1.02),  # the same GPUs: one number
+        ("cuda", (1.0, 1.05, 1.02), 1.02),  # equal GPUs get one number
         ("cuda", (1.0, 2.0, 1.0), (1.0, 2.0, 1.0)),
-        ("cpu", (1.0, 2.0, 1.1), 1.1),  # one processor: noise
+        ("cpu", (1.0, 2.0, 1.1), 1.1),  # ranks share a CPU, so differences are noise
     ],
 )
 def test_ranks_are_told_apart_where_gpus_differ(

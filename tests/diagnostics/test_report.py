@@ -1,4 +1,4 @@
-"""The figures of a run, which add up; the bottleneck that its report names, and what would help."""
+"""Metrics of a run, which add up; bottleneck and advice of its report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.shell import parsed
 
 
 def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:
-    """The time of each rank; only its trace is recorded."""
+    """Return the metrics of each rank, computed only from a trace."""
     config = PipelineConfig(
         world_size=trace.world_size,
         model=ModelConfig(name="dummy"),
@@ -45,7 +45,11 @@ def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:
 
 
 def _run(*clips: int, of: int, last_clips: int = 1000) -> RunMetrics | None:
-    """The figures after `clips` of a run `of` so many: each waits, and computes for 0.5 s."""
+    """Return the metrics of a run of `of` clips after it made `clips`.
+
+    For each clip, the rank waits for 0.2 s and computes for 0.5 s. `last_clips` is how many clips
+    the trace keeps.
+    """
     config = PipelineConfig(
         world_size=1,
         model=ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8)),
@@ -79,7 +83,7 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
     metrics = _run(*range(20), of=20, last_clips=5)
     assert metrics is not None
     assert (metrics.clips, metrics.ranks[0].step.count) == (5, 10)
-    assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # of the same clips
+    assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # of the last five clips
     assert metrics.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(metrics.to_json())) < 10_000
 
@@ -88,11 +92,15 @@ def test_a_run_that_fails_has_figures_if_it_made_a_step() -> None:
     assert _run(of=3) is None
     metrics = _run(0, of=3)
     assert metrics is not None
-    assert (metrics.clips, metrics.forecast_seconds) == (1, None)  # not all clips were made
+    assert (metrics.clips, metrics.forecast_seconds) == (1, None)  # clips are missing
 
 
 def _trace() -> Trace:
-    """Rank 0 works from 0 to 4; rank 1 waits from 1 to 5, and a packet arrives from 4 to 5."""
+    """Return a trace of two ranks, from time 100 s.
+
+    Rank 0 works from 0 s to 4 s after the start. Rank 1 waits from 1 s to 5 s; a packet arrives
+    from 4 s to 5 s.
+    """
     trace = Trace(2)
     trace(0, ActionDone(action="ENCODE c0 @0", start=100.0, end=101.0, waited=0.0))
     trace(0, ActionDone(action="DENOISE c0 0:2", start=101.0, end=104.0, waited=0.0))
@@ -109,13 +117,15 @@ def test_every_part_is_measured_for_itself() -> None:
     assert (first.wall, first.compute, first.wait, first.transfer) == (10.0, 4.0, 0.0, 0.0)
     assert (first.idle, first.unaccounted) == (6.0, 0.0)
     assert (second.compute, second.wait, second.transfer, second.idle) == (4.5, 3.0, 1.0, 1.0)
-    assert second.unaccounted == 0.5  # between the last step and the decode
+    assert second.unaccounted == 0.5  # the time between the last step and the decode
 
 
 def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() -> None:
     trace = _trace()
     transfer = {"clip": 1, "next_step": 2, "num_bytes": 8, "peer": 0, "direction": "recv"}
-    for end in (106.0, 105.0, 104.5):  # during the denoise, the same second twice, half of one
+    # The three transfers take place during the denoise, together with the transfer of `_trace`, and
+    # half a second before the latter.
+    for end in (106.0, 105.0, 104.5):
         trace(1, TransferDone(seconds=1.0, end=end, **transfer))
     assert (_parts(trace)[1].wait, _parts(trace)[1].transfer) == (2.5, 1.5)
 
@@ -158,7 +168,7 @@ def _transfers() -> RunMetrics:
 
 
 def _few_steps_left() -> RunMetrics:
-    """A split by wrong costs: rank 0 does three steps in four."""
+    """Return the metrics of a run with wrong costs, in which rank 0 does three of four steps."""
     metrics = replayed()
     wall = metrics.makespan * 1.5
     metrics = with_rank(
@@ -177,7 +187,8 @@ def _disk() -> RunMetrics:
 
 
 _FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
-#: What each made-up run suffers from, the rank that limits it, and words of the report.
+#: Synthetic runs by their bottleneck: metrics, the rank that limits the run, and words of the
+#: report.
 BOTTLENECKS: dict[str, tuple[RunMetrics, int | None, str]] = {
     "balanced": (replayed(), None, "no rank: each computes"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),

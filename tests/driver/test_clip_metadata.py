@@ -1,4 +1,4 @@
-"""A clip's JSON identifies the weights that made it, not only the name of their folder."""
+"""Metadata of clips: identifies the weights of the model, not only the name of their folder."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def _record(name: str, out: Path, *, fps: float = 7, **model: Any) -> dict[str, 
 
 
 def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: Path) -> None:
-    """Its text is part of `parameters_sha256`, also of clips of earlier versions."""
+    """Whole frames per second are written as an integer.
+
+    The text of the number is hashed in `parameters_sha256`, and clips of earlier versions have an
+    integer.
+    """
     of_video = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
     records = [_record("demo", tmp_path, fps=fps) | of_video for fps in (24, 24.0, 23.976)]
     read = [check_clip_metadata(json.loads(json.dumps(each)), "x") for each in records]
@@ -63,7 +67,7 @@ def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: 
 
 
 def _replace_weights(folder: Path) -> None:
-    """Changes one number in the middle of one tensor."""
+    """Change one number in the middle of one tensor of the UNet."""
     tensors = load_file(folder / UNET)
     moved = tensors["conv_in.weight"].view(-1)
     moved[len(moved) // 2] += 1
@@ -96,7 +100,10 @@ def test_another_order_in_memory_is_another_clip(folder: Path, tmp_path: Path) -
 def test_another_attention_backend_is_another_clip(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without one nothing is recorded, as in the JSON of earlier clips."""
+    """Clips with different attention backends have different hashes.
+
+    Without a backend, the JSON has no key for it, as in earlier versions.
+    """
     monkeypatch.setattr(metadata_module, "version", lambda package: f"version of {package}")
     checkpoint = find_checkpoint(ModelConfig(name=str(save_tiny_wan(tmp_path / "wan"))))
     output = OutputConfig(path=str(tmp_path / "a.mp4"))
@@ -133,7 +140,10 @@ def test_servers_with_other_loras_are_told_apart(tmp_path: Path) -> None:
 def test_verify_finds_the_folder_and_notices_other_weights(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From any working directory, and before any computing."""
+    """`verify` finds the model's folder from any working directory, and refuses changed weights.
+
+    It refuses them before it computes anything.
+    """
     monkeypatch.chdir(tmp_path)
     record = _record("ckpt", tmp_path)
     path = tmp_path / "rocket_0.json"

@@ -1,4 +1,4 @@
-"""Each input of a run names its own clips."""
+"""Names of clips: derived from the inputs, unique, and stable when inputs are added."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_a_line_keeps_its_name_when_others_come_and_go() -> None:
         "x-2_7",
     ]
     assert [job.name for job in name_jobs([b], recorded=recorded)] == ["x-2_7"]
-    # A record is of another run, or forged: names follow from the jobs alone.
+    # Recorded names that do not fit the job, because they are forged or of another run, are
+    # ignored.
     assert [job.name for job in name_jobs([b], recorded={job_key(b): ["../x"]})] == ["x_7"]
     equal = name_jobs([a, a], recorded={job_key(a): ["x_7", "x-2_7"]})
     assert [job.name for job in equal] == ["x_7", "x-2_7"]

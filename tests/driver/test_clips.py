@@ -1,4 +1,4 @@
-"""Clips that are cancelled, lost or resumed: all others are made, no file is left behind."""
+"""Clips that are cancelled, lost or resumed: all other clips are made, and no file is left."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PHOTO = str(example_images()[0])
 
 @pytest.fixture
 def release(tmp_path: Path) -> Iterator[Path]:
-    """The file whose existence lets a held rank go on."""
+    """Path of a file. A rank that a test holds continues when the file exists."""
     path = tmp_path / "release"
     yield path
     path.touch()
@@ -81,7 +81,7 @@ def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
         first, second, third = pipeline.submit(clips(0, 1, 2))
         assert second.cancel()
         assert second.cancelled()
-        assert second.cancel()  # again changes nothing
+        assert second.cancel()  # a second call changes nothing
         with pytest.raises(CancelledError):
             second.result(0)
         assert not first.done()
@@ -98,7 +98,10 @@ def test_a_waiting_clip_is_cancelled_at_once(release: Path) -> None:
 def test_a_running_clip_ends_when_all_ranks_have_let_go_and_leaves_no_file(
     release: Path, tmp_path: Path
 ) -> None:
-    """Its steps take a tenth of a second, so that ranks learn of a cancellation in between."""
+    """A running clip ends when all ranks have stopped it, and leaves no file.
+
+    A step takes a tenth of a second, so that ranks get the cancellation between two steps.
+    """
     out, latents = tmp_path / "out", tmp_path / "latents"
     out.mkdir()
     latents.mkdir()
@@ -150,7 +153,7 @@ def _clip(folder: Path, seed: int) -> ClipRequest:
 def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) -> None:
     requests = [_clip(tmp_path, seed) for seed in range(4)]
     requests[1] = replace(requests[1], image=str(tmp_path / "gone.jpg"))
-    (tmp_path / "clip_2.mp4").mkdir()  # so that the file cannot be written here
+    (tmp_path / "clip_2.mp4").mkdir()  # a folder, so that the clip's file cannot be written
     with Pipeline(small_svd(2, steps=2)) as pipeline:
         pipeline.submit(requests)
         results = list(pipeline.results())
@@ -167,7 +170,7 @@ def test_inputs_and_outputs_that_go_wrong_lose_their_own_clip(tmp_path: Path) ->
 @pytest.mark.slow
 def test_a_disk_that_hangs_ends_the_run(tmp_path: Path) -> None:
     svd = replace(small_svd(1, steps=2), timeout_seconds=allowing_for_others(4))
-    os.mkfifo(tmp_path / "clip0_frames")  # writing to it blocks until there is a reader
+    os.mkfifo(tmp_path / "clip0_frames")  # a write to the pipe blocks, because nobody reads it
     with (
         pytest.raises(RankError, match=r"rank 0 .* has waited for its disk for \d+ s"),
         Pipeline(svd, tensor_folder=str(tmp_path)) as pipeline,
@@ -202,7 +205,7 @@ KEYS = ["a" * 64, "b" * 64]
 
 
 def _requests(folder: Path) -> list[ClipRequest]:
-    """Two clips, each with the steps that `folder` has of it."""
+    """Return requests of two clips, which resume from the latest latent checkpoints in `folder`."""
     return [
         ClipRequest(seed=seed, latents_key=key, done_steps=max([0, *saved_steps(folder, key)]))
         for seed, key in enumerate(KEYS)
@@ -219,7 +222,10 @@ def uninterrupted() -> list[str]:
 def test_after_a_kill_at_every_hand_over(
     victim: int, tmp_path: Path, uninterrupted: list[str]
 ) -> None:
-    """The victim hangs with the second clip's packet, and is killed there."""
+    """After a kill of a rank, the second clip resumes from the packet sent to that rank.
+
+    The rank `victim` is killed when it has the packet, and other numbers of ranks continue.
+    """
     handed_over = victim * 7
     pipeline = Pipeline(
         config(4, steps=28), latents_folder=str(tmp_path), fault=Damage("hang", victim, 1)
@@ -237,7 +243,7 @@ def test_after_a_kill_at_every_hand_over(
     with pytest.raises(RankError, match=f"rank {victim} .* was killed by SIGKILL"), pipeline:
         pipeline.run(_requests(tmp_path))
     kept = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    # The file of the rank before may be written later than this one, or not be removed yet.
+    # There may be an older checkpoint too, because it was written late or is not removed yet.
     assert max(saved_steps(tmp_path, KEYS[1])) == handed_over
     for world_size in (4, 7, 2, 1):
         for path, content in kept.items():
@@ -251,7 +257,7 @@ def test_after_a_kill_at_every_hand_over(
 
 @pytest.fixture(params=["full", "not writable"])
 def no_space(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
-    """A folder in which no file of a packet's size can be written."""
+    """Folder to which no latent checkpoint can be written, because it is full or not writable."""
     if request.param == "not writable":
         yield Path("/proc/svdpp")
         return
@@ -282,7 +288,11 @@ def test_clips_go_on_if_their_latents_cannot_be_kept(
 def test_a_resumed_clip_repeats_no_step_and_tells_its_work_from_its_pause(
     tmp_path: Path, uninterrupted: list[str]
 ) -> None:
-    """Steps before the pause count as compute, the pause does not; the wall time has both."""
+    """A resumed clip repeats no step.
+
+    Its compute seconds count the steps before the pause, but not the pause. Its wall time counts
+    both.
+    """
     an_hour_ago, latent = time.monotonic() - 3600, {"latents": plain_latent(0, 14, 28)}
     packet = Packet(0, 14, an_hour_ago, latent, compute_seconds=700.0)
     conditions = device.conditions_of(config(1), None, "cpu")
@@ -327,15 +337,15 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     handles(0, ClipFailed(clip=1, error=error_to_dict(InputError("no"))))
     handles.end(ClosedError("the end"))
     of_others = {("1" * 64, 14), ("2" * 64, 14)}
-    handles._files.submit(lambda: None).result(60)  # until the calls before it are made
+    handles._files.submit(lambda: None).result(60)  # wait until the earlier removals are done
     assert list_checkpoints(tmp_path) == of_others
-    keep(0, 21)  # by a rank with a slow disk
+    keep(0, 21)  # as by a rank with a slow disk
     handles.clean_up()
     assert list_checkpoints(tmp_path) == of_others
 
 
 def _set_clock_back(rank: int) -> None:  # noqa: ARG001
-    """Set the clock of the day back by an hour each time that this process reads it."""
+    """Make the rank's clock go back by an hour each time it is read."""
     hours = itertools.count()
     time.time = lambda: 1.8e9 - 3600.0 * next(hours)
 
@@ -392,12 +402,15 @@ def test_a_checkpoint_that_is_damaged_or_does_not_fit_is_refused(
 
 
 def test_a_checkpoint_made_with_other_weights_is_refused(tmp_path: Path) -> None:
-    """Also if the change is where the fingerprint of a folder does not look."""
+    """A latent checkpoint made with other weights is refused.
+
+    The hashes of whole files find every change; the fingerprint of a folder reads only samples.
+    """
     packet = Packet(0, 7, 0.0, {"latents": torch.zeros(2)})
     LatentCheckpoints(tmp_path, {}, {"unet/a": "1", "vae/b": "2"}).save(KEYS[0], packet)
     for weights, fits in (
         ({"unet/a": "1", "vae/b": "2"}, True),
-        ({"unet/a": "1"}, True),  # of a host that has no rank with the VAE
+        ({"unet/a": "1"}, True),  # a host without the VAE
         ({"unet/a": "1", "vae/b": "3"}, False),
     ):
         checkpoints = LatentCheckpoints(tmp_path, {}, weights)
@@ -501,7 +514,11 @@ def test_finished_clips_that_somebody_removed_are_found(tmp_path: Path) -> None:
 def test_a_folder_that_does_not_respond_does_not_stop_the_supervision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that supervises the ranks calls both objects with their events."""
+    """A folder that does not respond does not block the thread that supervises the ranks.
+
+    That thread passes all events to the manifest and to the clips, whose files may be in the
+    folder.
+    """
     responds = threading.Event()
     monkeypatch.setattr("svdpp.driver.clips.remove_checkpoints", lambda *_: responds.wait())
     handles = ClipTracker(lambda _: None, latents_folder=str(tmp_path))

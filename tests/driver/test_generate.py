@@ -1,4 +1,4 @@
-"""`svdpp.generate`: arguments as jobs, refusals before anything is loaded, clips with frames."""
+"""`svdpp.generate`: jobs from arguments, early refusals, and clips with frames."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_parameters_have_their_names_in_requests_and_in_diffusers(tmp_path: Path
     sampling = named.sampling(from_image=True)
     assert isinstance(sampling, SvdSampling)
     assert (sampling.num_inference_steps, sampling.num_frames, sampling.fit) == (4, 2, "crop")
-    assert (sampling.width, sampling.motion_bucket_id) == (128, 40)  # the demo's own
+    assert (sampling.width, sampling.motion_bucket_id) == (128, 40)  # the demo's defaults
 
 
 def test_a_dict_is_one_clip_and_overrides_the_arguments(tmp_path: Path) -> None:
@@ -106,13 +106,13 @@ def test_an_image_in_memory_keeps_its_colours(mode: str, tmp_path: Path) -> None
     read = read_image(job.made_from.media_file.path)[0]
     if mode in ("RGB", "L", "P", "1", "CMYK"):
         assert np.array_equal(read, image.convert("RGB"))
-    image.save(tmp_path / "same.tif")  # a lossless file of the same mode
+    image.save(tmp_path / "same.tif")  # a lossless file of this mode
     assert np.array_equal(read, read_image(tmp_path / "same.tif")[0])
 
 
 def test_an_image_in_memory_counts_as_it_is_and_is_saved_once(tmp_path: Path) -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # turned by 90 degrees
+    exif[0x0112] = 6  # the EXIF tag for a rotation by 90 degrees
     Image.new("RGB", (64, 32), "red").save(tmp_path / "turned.jpg", exif=exif)
     image = Image.open(tmp_path / "turned.jpg")
     twice = [{"image": image, "seed": seed} for seed in range(2)]
@@ -196,7 +196,7 @@ def test_clips_with_frames_in_a_temporary_folder_and_in_a_folder(tmp_path: Path)
     names = [made.path.name for made in results if made.path]
     assert names == ["rocket_0", "rocket_1", "rocket-2_0", "rocket-2_1"]
     hashes = [made.metadata["frames_sha256"] for made in results]
-    assert hashes[:2] == hashes[2:]  # of a file, and of the same image in memory
+    assert hashes[:2] == hashes[2:]  # from a file, and from the same image in memory
     frames = results[1].frames
     assert (frames.shape, frames.dtype) == ((2, 32, 32, 3), np.uint8)
     assert hashlib.sha256(np.ascontiguousarray(frames)).hexdigest() == hashes[1]
@@ -226,13 +226,16 @@ def test_clips_with_frames_in_a_temporary_folder_and_in_a_folder(tmp_path: Path)
 def test_a_lost_clip_leaves_the_others_in_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Their temporary folder exists as long as the error does."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    """If a clip is lost, the error has the other clips.
+
+    Their temporary folder exists as long as the error does.
+    """
+    monkeypatch.setenv("FORCE_COLOR", "1")  # show the progress as on a terminal
     last = tmp_path / "last.jpg"
     shutil.copyfile(PHOTO, last)
 
     def collect(*arguments: Any) -> Iterator[ClipResult]:
-        last.unlink()  # after all checks
+        last.unlink()  # disappears after all checks
         return submit_and_collect(*arguments)
 
     monkeypatch.setattr("svdpp.driver.generate.submit_and_collect", collect)
@@ -252,7 +255,11 @@ def test_a_lost_clip_leaves_the_others_in_its_error(
     "shown", [(True, True), (True, False), (False, True)], ids=["shown", "hidden", "no terminal"]
 )
 def test_the_progress_bar_counts_steps_and_clips(shown: tuple[bool, bool]) -> None:
-    """The first clip resumes after step 1; both ranks of a pair report the second one's step."""
+    """The progress bar counts steps and clips, on a terminal, if it is shown.
+
+    The first clip resumes at step 1. A step of the second clip is reported by both ranks of a CFG
+    pair, but counts once.
+    """
     is_terminal, is_shown = shown
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
     bar = ProgressBar([4, 2, 2], [1, 0, 0], is_shown=is_shown, console=console)

@@ -1,4 +1,4 @@
-"""Jobs files as people write them, and the clips that their lines ask for."""
+"""Jobs files in all spellings that users write, and the jobs of their lines."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_a_line_overrides_the_defaults_by_all_names_of_a_field() -> None:
     jobs, errors = read("\n".join(lines))
     assert errors == []
     assert jobs[0].sampling == WAN.sampling
-    assert jobs[1].sampling is jobs[2].sampling  # 100,000 lines need few objects
+    assert jobs[1].sampling is jobs[2].sampling  # shared, so that 100,000 lines need few objects
     wanted: dict[str, Any] = {"num_frames": 9, "num_inference_steps": 8, "width": 64, "height": 48}
     assert jobs[1].sampling == replace(WAN.sampling, **wanted)
     assert jobs[3].sampling == replace(

@@ -1,4 +1,4 @@
-"""Ranks that share a step or a decode, and ranks of two experts: the bits of diffusers' own."""
+"""Ranks that share a step or a decode, and ranks with two experts, give the bits of diffusers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PHOTO = str(example_images()[0])
 KEY = "ab" * 32
 MORE = [pytest.mark.slow, pytest.mark.full]
 
-#: How each model is saved, and whether clips are made from an image.
+#: By model: options to save it, and whether clips are made from an image.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "t2v-two-experts": ({"boundary_ratio": 0.875}, False),
     "i2v": ({"image": True}, True),
@@ -65,7 +65,7 @@ PAIRED = ParallelConfig(cfg_parallel_size=2)
 def config_of(
     name: str, folder: Path, dtype: Any = "fp32", world_size: int = 2, **options: Any
 ) -> PipelineConfig:
-    """Pairs, unless the options of the layout say otherwise."""
+    """Save a tiny Wan, and return a configuration for it, by default with CFG pairs."""
     saved, from_image = MODELS[name]
     save_tiny_wan(folder, **saved, dtype=DTYPES[dtype])
     return PipelineConfig(
@@ -144,7 +144,10 @@ def test_verify_names_what_differs_first(
     ],
 )
 def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
-    """From one rank to a pair, or back; both ranks of a pair decode what only lacks its decode."""
+    """A clip that one rank began is continued by a CFG pair, or the other way round.
+
+    If only the decode is missing, both ranks of the pair decode.
+    """
     if lost == "the decode":
         whole, request = svd(1), ClipRequest(seed=1, image=PHOTO)
         costs = CostModel(step_seconds=1, decode_seconds=100)
@@ -207,7 +210,7 @@ def test_the_halves_of_a_batch_are_close_but_not_exact(tmp_path: Path, model: st
     assert latent.bitwise or (latent.psnr_db is not None and latent.psnr_db > 80)
 
 
-#: Each clip is decoded in two chunks of a frame.
+#: Sampling parameters with which a clip is decoded in two chunks of one frame each.
 CHUNKS = replace(dummy(steps=8).sampling, decode_chunk_size=1)
 
 
@@ -264,7 +267,7 @@ def test_what_cannot_be_shared_is_refused(options: dict[str, Any], words: str) -
 
 
 def test_old_names_of_a_layouts_fields_are_taken_with_a_warning() -> None:
-    """Arguments and attributes of `PipelineConfig` until 0.3."""
+    """`PipelineConfig` accepts its arguments and attributes of version 0.3, with a warning."""
     config = dummy(4, steps=8)
     with pytest.warns(DeprecationWarning, match="in place of replicas, cfg_parallel"):
         old = replace(config, replicas=2, cfg_parallel=2)
@@ -298,7 +301,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
 
 
 def svd(world_size: int, **changes: Any) -> PipelineConfig:
-    """Five frames in chunks of two: the last one is shorter."""
+    """Return a configuration with five frames in chunks of two, so the last chunk is shorter."""
     config = small_svd(1, steps=4)
     sampling = replace(config.sampling, num_frames=5, decode_chunk_size=2)
     return replace(config, sampling=sampling, world_size=world_size, **changes)
@@ -345,7 +348,8 @@ def test_verify_compares_a_decode_by_several_ranks() -> None:
 
 # --- tiles of one decode by several ranks --------------------------------------------------------
 
-#: Clips of two tiles, and of six: HunyuanVideo's are tiles of frames, too.
+#: Sampling parameters for clips with two tiles (Wan, LTX-Video) and with six (HunyuanVideo, which
+#: also divides the frames into tiles).
 TILED_WAN = WanSampling(**{**WAN, "num_inference_steps": 2, "height": 16, "width": 288})
 TILED_LTX = LtxSampling(**{**LTX, "num_inference_steps": 2, "height": 32, "width": 544})
 TILED_HUNYUAN = HunyuanVideoSampling(

@@ -1,4 +1,4 @@
-"""The life of a pipeline: several threads, its end, and days without growth."""
+"""Life of a pipeline: use by several threads, its end, and memory over many clips."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_clips_of_threads_that_submit_at_once_are_all_made() -> None:
 
 
 def test_clips_are_made_while_nobody_looks_and_observers_hear_of_them_first() -> None:
-    """Far more clips than the events that fit into the ranks' pipes."""
+    """Clips are made even if nobody reads results, and observers get events before results are set.
+
+    300 clips have far more events than the ranks' pipes can hold.
+    """
     all_done, done = threading.Event(), list[int]()
 
     def count(rank: int, event: Event) -> None:  # noqa: ARG001
@@ -116,7 +119,7 @@ def test_callbacks_may_submit_and_must_not_wait() -> None:
 
 @pytest.fixture
 def stuck() -> Iterator[Pipeline]:
-    """An entered pipeline that has made its first clip and hangs at the second."""
+    """Running pipeline that has made its first clip, and hangs at the second one."""
     pipeline = Pipeline(config(), fault=Damage("hang", 1, 1))
     pipeline.__enter__()
     first, _ = pipeline.submit(clips(0, 1))
@@ -126,7 +129,10 @@ def stuck() -> Iterator[Pipeline]:
 
 
 def test_leaving_the_block_waits_for_all_clips_and_ends_the_loops_of_threads() -> None:
-    """Threads that iterate share the results."""
+    """The end of the block waits for all clips, and then loops over `results` in threads end.
+
+    Several threads that iterate share the results.
+    """
     with ThreadPoolExecutor(3) as threads, Pipeline(config()) as pipeline:
         handles = pipeline.submit(clips(*range(60)))
         loops = [threads.submit(list, pipeline.results()) for _ in range(3)]
@@ -167,7 +173,7 @@ def test_a_failure_is_raised_by_whoever_waits(stuck: Pipeline) -> None:
     waits = [handle.result, lambda: stuck.run(clips(3)), lambda: list(stuck.results())]
     with ThreadPoolExecutor(len(waits)) as threads:
         waiting = [threads.submit(wait) for wait in waits]
-        while stuck._clips.num_added < 4:  # the run is in progress
+        while stuck._clips.num_added < 4:  # until the run has begun
             assert not waiting[1].done()
         os.kill(pids(stuck)[1], signal.SIGKILL)
         errors = [each.exception(HANG_SECONDS) for each in waiting]
@@ -204,7 +210,10 @@ def test_a_signal_while_the_block_waits_for_its_clips_ends_the_ranks(
 def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
     stuck: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of the ranks have the clip: a caller who goes on must not wait for ever."""
+    """A signal during a submit ends the run.
+
+    Only some ranks have got the clip, so a caller who continued would wait forever.
+    """
     send = stuck._running_supervisor.send
 
     def interrupt(rank: int, message: bytes) -> None:
@@ -219,7 +228,10 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
 
 
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
-    """The handler runs in the interrupted thread, which may be in a submit or a close."""
+    """A signal handler may close the pipeline, even while the interrupted thread holds its locks.
+
+    The handler runs in the interrupted thread, which may be submitting or closing.
+    """
     with stuck._submit_lock, stuck._cleanup_lock:
         stuck.close(drain=False)
         stuck.close()
@@ -230,14 +242,14 @@ def test_every_thread_that_closes_hears_of_a_failure(drain: bool) -> None:
     pipeline = Pipeline(config(), fault=Damage("raise", 0, 0))
     pipeline.__enter__()
     (handle,) = pipeline.submit(clips(0))
-    if not drain:  # else it may be closed before the failure
+    if not drain:  # wait for the failure, which a close could prevent
         assert isinstance(handle.exception(HANG_SECONDS), RankError)
     with ThreadPoolExecutor(3) as threads:
         closing = [threads.submit(pipeline.close, drain=drain) for _ in range(3)]
         errors = [each.exception() for each in closing]
     assert any(isinstance(error, RankError) for error in errors)
     assert {str(error) for error in errors if error} == {str(pipeline.run_error)}
-    pipeline.close()  # it was raised before, and is raised once
+    pipeline.close()  # the error is raised only once
 
 
 def test_an_observer_that_never_returns_cannot_keep_the_ranks(
@@ -278,13 +290,13 @@ def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
     assert not any(map(is_there, pids(pipeline)))
 
 
-# --- a pipeline that runs for days keeps nothing of clips that are finished and returned -------
+# --- a pipeline that runs for days keeps nothing of clips whose results were returned -----------
 
 HISTORY = 10
 
 
 def _held() -> int:
-    """How many elements all collections of this process hold together."""
+    """Return the number of elements in all collections of this process."""
     gc.collect()
     collections = (list, dict, set, deque)
     return sum(len(each) for each in gc.get_objects() if type(each) in collections)
@@ -294,8 +306,12 @@ def _held() -> int:
 def test_many_clips_leave_no_growing_collection_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Taken by handle, by `results` and by `run`; one in fifty is lost, and some are cancelled."""
-    monkeypatch.setattr("svdpp.driver.clips._NUM_RECENT", 100)  # the longest history
+    """No collection grows with the number of clips.
+
+    Results are taken from handles, `results` and `run`. Every fiftieth clip is lost, and some are
+    cancelled.
+    """
+    monkeypatch.setattr("svdpp.driver.clips._NUM_RECENT", 100)  # the longest history of all
     bounded = config(2, steps=2)
     lost = _LosesMany("nan", 1, 0)
     with Pipeline(bounded, history_clips=HISTORY, fault=lost) as pipeline:
@@ -315,7 +331,7 @@ def test_many_clips_leave_no_growing_collection_behind(
 
 
 class _LosesMany(Damage):
-    """The fault, at every fiftieth clip."""
+    """Fault at every fiftieth clip."""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         return (kind, rank) == (self.kind, self.rank) and clip % 50 == 0
@@ -340,5 +356,5 @@ def _make(pipeline: Pipeline, count: int, folder: Path) -> None:
 
 
 def _resident(pipeline: Pipeline) -> list[int]:
-    """Resident bytes of the parent and of each rank."""
+    """Return the resident bytes of the parent and of each rank."""
     return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids(pipeline))]

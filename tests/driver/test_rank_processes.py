@@ -1,4 +1,4 @@
-"""Real ranks: their lists of actions, the bits of every family, and what ranks must share."""
+"""Real ranks: their actions, the bits of every family, and conditions that must be equal."""
 
 from __future__ import annotations
 
@@ -90,14 +90,14 @@ def _assert_performed(planned: Sequence[Action], events: Sequence[Event]) -> Non
 
 @pytest.mark.slow
 def test_spawned_ranks_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By spawn, as for ranks on CUDA."""
+    """Ranks that are started by spawn, as on CUDA, give the same bits."""
     monkeypatch.setattr(worker_group, "start_method", lambda _: "spawn")
     with Pipeline(config()) as pipeline:
         results = pipeline.run(clips(1))
     assert hashes(results) == plain_hashes(4, 1)
 
 
-# --- every family: the bits of diffusers' unmodified pipelines, and of a resumed clip -----------
+# --- every family gives the bits of diffusers' unmodified pipelines, also for a resumed clip ----
 
 
 def _row(name: str, folder: Path) -> tuple[PipelineConfig, ClipRequest]:
@@ -140,7 +140,7 @@ def test_three_ranks_make_a_clip_and_resume_that_of_another_run(tmp_path: Path, 
             assert result.metadata.items() >= audio_hashes(audio).items()
 
 
-# --- what ranks must have in common -------------------------------------------------------------
+# --- conditions that must be equal on all ranks -------------------------------------------------
 
 H100: dict[str, Any] = {"gpu": "H100", "cudnn": 91002, "driver": "580.1"}
 

@@ -1,4 +1,4 @@
-"""The Python API: docs/api.md, requests of every kind, misuse that affects no clip."""
+"""Python API: the programs in docs/api.md, requests of every kind, and misuse."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.tiny_families import save_tiny_ltx
 
 PAGE = Path(__file__).parents[2] / "docs" / "api.md"
 _BLOCKS = code_blocks(PAGE.read_text())
-#: Each program, and the output that the page shows below it.
+#: Programs in docs/api.md, each with the output that the page shows below it.
 PROGRAMS = [
     (program.text, output.text)
     for program, output in pairwise(_BLOCKS)
@@ -99,7 +99,7 @@ def test_every_program_of_the_page_prints_what_it_says(
     path.write_text(program)
     if index == 0:
         assert python(str(path), cwd=tmp_path) == Answer(0, output, "")
-    else:  # in this process, whose fork server has imported everything
+    else:  # faster, because this process has a warm fork server
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(path), run_name="__main__")
         assert capfd.readouterr() == (output, "")
@@ -305,7 +305,10 @@ def test_the_pipelines_own_values_fill_those_that_a_clip_leaves_open() -> None:
 def test_a_prompt_whose_bytes_are_no_text_is_refused_at_once(
     locale: dict[str, str], prompt: bytes
 ) -> None:
-    """Tokenizers in the ranks failed at it, which ended the run with exit code 6."""
+    """A prompt that is not UTF-8 is refused with exit code 2.
+
+    Tokenizers in the ranks would fail.
+    """
     command = [sys.executable, "-m", "svdpp", "run", "--model", "/nowhere", "--prompt", prompt]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **locale}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -340,7 +343,10 @@ def test_a_layout_by_name_refuses_what_it_chooses_and_needs_the_number_of_clips(
 
 
 def test_ranks_find_the_actions_that_the_plan_prints_from_clips_and_requests() -> None:
-    """Only these travel: each rank has the routes of all clips of a message."""
+    """Ranks derive the plan's actions from the requests, so a message has no actions.
+
+    Each message has the requests of all its clips, so every rank knows all routes.
+    """
     pipeline_config, checkpoint = resolve_config(
         config(3, steps=8, parallel=ParallelConfig(split="alternating"))
     )

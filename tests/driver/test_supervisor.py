@@ -1,4 +1,4 @@
-"""What ranks' events tell: which rank has stalled, why a run failed, what was measured."""
+"""Supervision from the events of ranks: stalled ranks, causes of failures, and measurements."""
 
 from __future__ import annotations
 
@@ -104,7 +104,9 @@ def test_after_the_limit_the_rank_that_is_the_cause_is_named(
 
 
 def test_samples_for_monitoring_are_no_sign_of_life() -> None:
-    """Their thread goes on while a rank hangs, or its heartbeats do not come."""
+    """Monitoring samples do not count as progress, because their thread continues in a hanging
+    rank.
+    """
     sample, detector = RankStats(sent_bytes=0, received_bytes=0, resident_bytes=1), _detector()
     beats: Mapping[int, Event] = {0: WAITING, 1: COMPUTING, 2: WAITING}
     for second in range(101):
@@ -142,7 +144,10 @@ def test_the_rank_that_delays_the_start_is_named(
 
 
 def test_a_rank_may_be_silent_for_longer_before_it_has_joined() -> None:
-    """CUDA's initialisation may hold the GIL for long; at last it is named, not who waits."""
+    """Before it has joined, a rank may send no heartbeat for longer, because CUDA may hold the GIL.
+
+    After the longer limit, that rank is named, and not the rank that waits for it.
+    """
     detector = _detector(2, joined=False, start_timeout=600)
     detector.record(1, _opening(0), 0.0)
     for second in range(81):
@@ -167,7 +172,10 @@ def test_all_is_well_while_ranks_progress_or_have_no_work(
 
 
 def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:
-    """Its neighbour has sent its packet and is idle before the rank says that it computes."""
+    """The time limit of a rank that has waited for long begins when it computes.
+
+    Its neighbour is already idle when the rank reports that it computes.
+    """
     detector = _detector(2)
     sent = 400
     for second in range(sent + 104):
@@ -228,7 +236,7 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock:
-    """Ranks that have joined, with prescribed messages and exit codes."""
+    """Return a stand-in for a group of three joined ranks, with given messages and exit codes."""
     joined = [(rank, JOINED) for rank in range(3)]
     messages = [(rank, event.to_bytes()) for rank, event in [*joined, *said]]
     workers = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]
@@ -263,7 +271,7 @@ GONE = None
         ([(1, RAISED), (1, INTERRUPTED)], {1: GONE}, OF_ITS_OWN),
         ([(1, LINK_BROKE)], {}, "failed: could not receive"),
         ([(0, LINK_BROKE), (1, REFUSED)], {}, "failed: sent 7, expected 8"),
-        # Ranks that ended in order are not blamed for the link of another one.
+        # A rank that ended normally is not the cause of another rank's broken link.
         ([(0, FINISHED), (1, LINK_BROKE)], {0: 0}, "could not receive"),
         ([(0, FINISHED), (1, LINK_BROKE)], {0: GONE}, "could not receive"),
         ([(0, FINISHED), (1, FINISHED)], {0: 0, 1: 1}, "ended with exit code 1 without a report"),
@@ -288,7 +296,10 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
     ],
 )
 def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> None:
-    """libgomp ends the process, before a rank could report anything."""
+    """If the system gives a rank no further thread, the error says so.
+
+    libgomp ends the process before the rank can report anything, so the output is searched.
+    """
     group = _group([], {1: 1})
     group.output_tail.return_value = output
     with pytest.raises(RankError, match=words) as ended:
@@ -305,7 +316,10 @@ def test_a_signal_to_one_rank_is_told_rather_than_its_neighbours_broken_link() -
 
 
 def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> None:
-    """So that a server knows whose clip it was."""
+    """An error of a rank gets the rank in its `details`, even if its message needs no addition.
+
+    A server uses the rank to find the clip.
+    """
     full = _failed(OutOfMemoryError("full", details={"gib": 3}))
     cause = _supervisor([(0, LINK_BROKE), (1, full)], {}).find_root_cause()
     assert isinstance(cause, OutOfMemoryError)
@@ -313,7 +327,11 @@ def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> Non
 
 
 def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
-    """A rank that ends takes with it what NCCL has not delivered."""
+    """`Stop` is sent once to end the work, and again when all ranks are finished.
+
+    A rank ends only after the second one, because what NCCL has not delivered is lost when its rank
+    ends.
+    """
     said: list[tuple[int, Event]] = [(rank, FINISHED) for rank in range(3)]
     group = _group(said, {})
     Supervisor(group, config(3, steps=6)).stop()
@@ -326,7 +344,11 @@ def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
 
 
 def test_a_clips_measurements_are_placed_and_summed_up() -> None:
-    """Steps lie back to back before their action's end; a sender that waits is not yet sending."""
+    """Steps, waits and transfers of a clip are placed in time, and summed up.
+
+    The steps of an action follow each other without gaps until its end. The time that a sender
+    waits does not count as sending.
+    """
     trace = Trace(2)
     trace(0, Joined(device="cpu", load_seconds=0.5))
     trace(0, ActionDone(action="ENCODE c0 @0", start=10.0, end=11.0, waited=0.0))
@@ -376,7 +398,7 @@ def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
     trace = Trace(1)
     trace(0, StepDone(clip=0, step=0, seconds=1.0))
     trace(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
-    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # not finite, as before
+    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # a broken-off action again
     trace(0, StepDone(clip=2, step=0, seconds=1.5))
     trace(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
     assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]
