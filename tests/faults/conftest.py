@@ -1,6 +1,6 @@
-"""Commands under test: started, observed by their ranks' events, ended by a fault.
+"""Commands of svdpp in new processes: start, events of their ranks, faults, and their end.
 
-After each test nothing of them may be left.
+After each test, no process or temporary file of its commands may be left.
 """
 
 from __future__ import annotations
@@ -38,29 +38,32 @@ from tests.support.shell import DEMO, PHOTO, PYTHONPATH
 WORLD_SIZE = 3
 NUM_FRAMES = 2
 
-#: Clips of the dummy model, whose latents take no time.
+#: Command that makes small clips of the dummy model, without pauses.
 SIMULATE = (
     *("simulate", "--world", str(WORLD_SIZE), "--steps", "6", "--threads", "1"),
     *("--latent-shape", "1", "4", "2", "8", "8", "--clips", "4", "--quiet"),
 )
-#: A plan's `stop`: while rank 1 hangs at clip 2, the others wait for it.
+#: Value of `stop` in a plan (see `tests.support.injected`): rank 1 hangs at clip 2, and the other
+#: ranks wait for it.
 STANDING = {"kind": "hang", "rank": 1, "clip": 2, "place": "step2"}
-#: Four small clips of the demo model; append the output folder.
+#: Command that makes four small clips of the demo model. The output folder has to be appended.
 RUN = (
     *("run", PHOTO, *DEMO, "--world", str(WORLD_SIZE), "--steps", "3", "--threads", "1"),
     *("--frames", str(NUM_FRAMES), "--height", "64", "--width", "64", "--seeds", "0-3"),
     *("--skip-existing", "--quiet", "--out"),
 )
-_START_SECONDS = 300.0  # for a loaded machine; not a bound of the fault table
+_START_SECONDS = 300.0  # long enough for a loaded machine
 
 
 class Command:
-    """One command in its own session, with its own temporary folder.
+    """Process of a command, in a new session and with its own temporary folder.
 
     Args:
-        arguments: of `svdpp`; or of `python`, with `{plan}` for the plan's file and `{home}`.
-        out: where it writes clips, if it does.
-        plan: of `tests.support.injected`, without `events`; None runs `svdpp` unchanged.
+        arguments: Arguments of `svdpp`. If `-m` is among them, they are arguments of Python, in
+            which `{plan}` and `{home}` stand for the plan's file and the folder.
+        out: Folder to which the command writes clips; None if it writes none.
+        plan: Plan of `tests.support.injected`, without the key `events`. None runs `svdpp` without
+            a fault.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class Command:
         self._events = home / f"{self.mark}.events"
         self._stderr = home / f"{self.mark}.err"
         self._seen: set[int] = set()
-        self._older = frozenset(process_ids())  # which `pids`, called often, need not read
+        self._older = frozenset(process_ids())  # `pids` need not read these
         program = ["-m", "svdpp"]
         if plan is not None:
             plan_file = home / f"{self.mark}.json"
@@ -84,7 +87,8 @@ class Command:
             **{"PYTHONPATH": PYTHONPATH, "TMPDIR": str(self.home), MARK: self.mark},
             **{"COLUMNS": "80", "TERM": "dumb", "HF_HUB_OFFLINE": "1"},
         }
-        # An import of diffusers has set it, but a folder that the command creates must be noticed.
+        # An import of diffusers has set this variable here. It is removed, so that the test notices
+        # the folder if the command creates one.
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
         with self._stderr.open("wb") as stderr:
             self.process = subprocess.Popen(
@@ -101,13 +105,13 @@ class Command:
         return self._stderr.read_text()
 
     def event(self, **wanted: Any) -> None:
-        """Waits for an event of a rank with these fields."""
+        """Wait for an event of a rank that has the given values in its fields."""
 
         def is_heard() -> bool:
             has_ended = self.process.poll() is not None
             with contextlib.suppress(FileNotFoundError):
                 written, _, _ = self._events.read_text().rpartition("\n")
-                # The rest is a line that is being written.
+                # The last line may be incomplete, so it is left out.
                 events = map(json.loads, written.splitlines())
                 if any(wanted.items() <= event.items() for event in events):
                     return True
@@ -122,7 +126,7 @@ class Command:
         return found
 
     def process_with(self, words: str) -> int:
-        """Waits for a process of the run whose command line contains `words`."""
+        """Wait for a process of the command whose command line contains `words`; return its id."""
 
         def there() -> list[int]:
             assert self.process.poll() is None, f"ended before {words!r}: {self.errors}"
@@ -131,7 +135,7 @@ class Command:
         return wait_until(there, _START_SECONDS, words)[0]
 
     def signal(self, number: signal.Signals, *, group: bool = False) -> float:
-        """Sends a signal to the command or its process group; returns the time."""
+        """Send a signal to the command or to its process group; return the monotonic time."""
         self.pids()
         now = time.monotonic()
         if group:
@@ -141,7 +145,9 @@ class Command:
         return now
 
     def end(self, fault: float, bound: float) -> int:
-        """Waits until `bound` seconds after the fault for the command's end; returns its code."""
+        """Wait for the command's end, at most until `bound` seconds after `fault`; return its exit
+        code.
+        """
         bound = allowing_for_others(bound)
         try:
             self.process.wait(max(0.0, fault + bound - time.monotonic()))
@@ -151,7 +157,7 @@ class Command:
         return self.process.returncode
 
     def assert_gone(self, seconds: float = 1.0) -> None:
-        """Checks that no process, zombie or temporary file is left, and that clips are complete."""
+        """Check that no process, zombie or temporary file is left. All clips must be complete."""
         self._seen.update(self.pids())
         seconds = allowing_for_others(seconds)
         orphans = self._seen - {self.process.pid}
@@ -168,7 +174,7 @@ class Command:
                 assert clip.with_suffix(".mp4.json").exists()
 
     def discard(self) -> None:
-        """Ends the processes that a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -180,7 +186,7 @@ StartCommand = Callable[..., Command]
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A folder with a short path: a socket's path is limited to 107 bytes."""
+    """Folder with a short path, because the path of a socket may have at most 107 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     yield folder
     shutil.rmtree(folder)
@@ -188,7 +194,10 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def start(home: Path) -> Iterator[StartCommand]:
-    """Starts commands, and checks after the test that nothing of them is left."""
+    """Function that starts a command.
+
+    After the test, check that nothing of the commands is left.
+    """
     commands: list[Command] = []
 
     def starter(*arguments: str, **options: Any) -> Command:

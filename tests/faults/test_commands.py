@@ -1,4 +1,4 @@
-"""Rows: signals, a killed parent, two runs side by side, torchrun."""
+"""Faults of whole commands: signals, a killed parent, two runs at the same time, torchrun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ONE_IN_CI = [SIGNALS[0], *(pytest.param(number, marks=pytest.mark.full) for numb
 
 @pytest.mark.parametrize("number", ONE_IN_CI)
 def test_a_signal_ends_a_run_in_order(start: StartCommand, number: signal.Signals) -> None:
-    """To the command alone and to its whole group, with two commands that start together."""
+    """A signal ends a run in order, whether the command or its whole process group gets it.
+
+    Two commands run at the same time.
+    """
     commands = [start(*SIMULATE, plan={"stop": STANDING}) for _ in range(2)]
     for command in commands:
         command.event(kind="ClipDone")
@@ -49,9 +52,10 @@ def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Sig
 def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     start: StartCommand, home: Path, number: signal.Signals, writes: bool
 ) -> None:
-    """At its start the fork server imports torch, and reads no messages.
+    """A signal ends the command within 2 s, even if a process of it does not respond.
 
-    A signal to the group also ends an ffmpeg that hangs, whichever process dies first.
+    While it starts, the fork server imports torch and reads no messages. If ffmpeg hangs, a signal
+    to the group ends it too.
     """
     if writes:
         command = start(*RUN, str(home / "out"), out=home / "out", plan={})
@@ -70,7 +74,10 @@ def test_a_signal_while_ranks_start_or_an_mp4_is_written(
 def test_a_stopped_fork_server_does_not_hang_the_start(
     start: StartCommand, by_signal: bool
 ) -> None:
-    """Python waits for ever for its answer; afterwards it is stopped, and ignores all but KILL."""
+    """A stopped fork server does not block the command, which ends at its deadline or by a signal.
+
+    Python would wait for the server's response forever. A stopped process reacts only to SIGKILL.
+    """
     command = start(*SIMULATE, "--start-timeout", "600" if by_signal else "2")
     stopped = command.process_with("multiprocessing.forkserver")
     os.kill(stopped, signal.SIGSTOP)
@@ -86,7 +93,10 @@ def test_a_stopped_fork_server_does_not_hang_the_start(
 
 
 def test_a_fork_server_that_was_killed_is_named(start: StartCommand) -> None:
-    """Its ranks end with it; the command learns no exit code of theirs."""
+    """If the fork server is killed, the error says so.
+
+    Its ranks end with it, and the command cannot get their exit codes.
+    """
     command = start(*SIMULATE, plan={"stop": STANDING})
     command.event(kind="Heartbeat", rank=1, step=2, action="DENOISE c2 2:4")
     os.kill(command.process_with("multiprocessing.forkserver"), signal.SIGKILL)
@@ -140,7 +150,7 @@ def test_two_runs_side_by_side(start: StartCommand) -> None:
 
 TORCHRUN = (
     *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORLD_SIZE)),
-    *("--log-dir", "{home}"),  # the default is a temporary folder, which torchrun leaves behind
+    *("--log-dir", "{home}"),  # by default, torchrun leaves a temporary folder behind
     *("--no-python", sys.executable, "-m", "tests.support.injected"),
 )
 
@@ -151,7 +161,10 @@ def _start(start: StartCommand, stop: dict[str, Any], **plan: Any) -> Command:
 
 @pytest.mark.full
 def test_a_wrong_request_is_told_once_and_without_tracebacks(start: StartCommand) -> None:
-    """The agent signals the other ranks in the middle of their reports to rank 0."""
+    """Under torchrun, a wrong request is reported once, without a traceback.
+
+    torchrun's agent signals the other ranks while they report the error to rank 0.
+    """
     program = ("--no-python", sys.executable, "-m", "svdpp")
     command = start(*TORCHRUN[:-4], *program, "simulate", "--steps", "10", "--quiet")
     assert command.end(time.monotonic(), 60) == 1
@@ -188,7 +201,10 @@ def test_a_rank_that_raises_is_reported_by_rank_0(start: StartCommand, home: Pat
 def test_a_signal_to_all_is_told_as_the_signal(
     start: StartCommand, number: signal.Signals, late: float
 ) -> None:
-    """Ctrl-C or scancel: every rank gets the signal and ends, the others perhaps before rank 0."""
+    """A signal to all ranks, as by Ctrl-C or scancel, is reported as the signal.
+
+    Other ranks may end before rank 0, which must not report them as lost.
+    """
     command = _start(start, STANDING, leaving_seconds=late)
     command.event(kind="Heartbeat", rank=2, waiting=True, action="DENOISE c2 4:6")
     command.end(command.signal(number, group=True), 6)

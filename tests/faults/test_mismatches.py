@@ -1,4 +1,4 @@
-"""Rows: a rank sends another packet than its receiver expects, and is the one that is named."""
+"""A rank that sends another packet than its receiver expects is named in the error."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ pytestmark = pytest.mark.slow
 
 STEPS = 2
 MODELS = ("dummy", "svd", "wan")
-#: Last axis of the latent; number of tensors of the packet after the first step.
+#: Length of the last axis of each model's latent.
 SIDES = {"dummy": 8, "svd": 8, "wan": 4}
-#: By the damage: of which clip, what the message says, and details. `{n}` are the tensors.
+#: By kind of damage: index of the damaged clip, pattern of the message, and check of the error's
+#: `details`.
 FIRST, SECOND, THIRD = range(3)
 CASES: dict[str, tuple[int, str, Callable[[dict[str, Any]], bool]]] = {
     "width": (
@@ -73,7 +74,8 @@ CASES: dict[str, tuple[int, str, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-#: Every damage of each model's packets; those of SVD are like those of Wan, but for the shape.
+#: Every kind of damage for each model. Most cases of SVD run only in full, because its packets
+#: differ from Wan's only in the shape.
 DAMAGED = [
     pytest.param(
         *(model, damage),
@@ -86,7 +88,7 @@ DAMAGED = [
 
 @pytest.fixture(scope="module")
 def config_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PipelineConfig]:
-    """Two ranks with one step each, of the dummy, SVD's demo model and a tiny Wan."""
+    """Function that returns a configuration of a model for two ranks with one step each."""
 
     def config(model: str) -> PipelineConfig:
         if model == "wan":
@@ -131,7 +133,7 @@ def test_the_rank_that_sent_is_named(
 def test_the_last_packet_is_missed(
     config_of: Callable[[str], PipelineConfig], damage: str, sent: int | None, planned: int | None
 ) -> None:
-    """Nothing follows that would show it: the receiver could only wait."""
+    """A missing or additional last packet is found, although no later packet reveals it."""
     pipeline = Pipeline(config_of("dummy"), fault=Damage("packet", 0, THIRD, field=damage))
     with pytest.raises(MismatchError) as caught, pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])

@@ -1,6 +1,6 @@
-"""Rows: a rank raises, is killed, is stopped, is slow, is interrupted, or never starts.
+"""Faults of a rank: it raises, is killed, stopped, slow or interrupted, or never starts.
 
-The pipeline runs in this process, whose fork server starts ranks quickly. The commands use the
+Most tests run a pipeline in this process, whose fork server starts ranks quickly. Commands use the
 same pipeline, and end with the error that it raises.
 """
 
@@ -51,16 +51,16 @@ FIRST, MIDDLE, LAST = range(WORLD_SIZE)
 
 @pytest.fixture(scope="module", autouse=True)
 def _warm_fork_server() -> None:
-    """Starts the fork server, so that its imports do not count in the time of a rank's start."""
+    """Start the fork server first, so that its imports do not delay the start of ranks."""
     with Pipeline(replace(DEMO, world_size=1)):
         pass
 
 
 @pytest.fixture
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary folder of this process and its ranks; nothing may be left in it."""
+    """Temporary folder of this process and its ranks. Check after the test that nothing is left."""
     ranks_before, before = set(_ranks().values()), _temporary_names()
-    with monkeypatch.context() as patches:  # ends before the session's folder is looked at
+    with monkeypatch.context() as patches:  # ends before the checks below
         patches.setattr(tempfile, "tempdir", str(home))
         yield home
     assert set(_ranks().values()) <= ranks_before
@@ -70,12 +70,12 @@ def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 def _ranks() -> dict[int, int]:
-    """Process id by rank, of this process's ranks."""
+    """Return the process ids of this process's ranks, by rank."""
     return ranks_below(_folder_of_runs())
 
 
 def _folder_of_runs() -> Path:
-    """Where each run of this process has a folder with its store and its ranks' output."""
+    """Return the folder in which each run has a subfolder for its store and its ranks' output."""
     return Path(util.get_temp_dir())
 
 
@@ -88,9 +88,9 @@ def _clips(image: str | None = None) -> list[ClipRequest]:
 
 
 def _is_at(stop: Damage, rank: int, event: Event) -> bool:
-    """Whether this event of `rank` says that the rank of the stop has reached its place."""
+    """Return whether an event shows that the rank of `stop` has reached the place of `stop`."""
     if not isinstance(event, Heartbeat) or stop.place == "start":
-        return isinstance(event, Heartbeat)  # that of another rank: this one sends nothing
+        return isinstance(event, Heartbeat)  # of another rank, as a rank at "start" sends nothing
     if rank != stop.rank:
         return False
     action = str(event.action)
@@ -138,7 +138,11 @@ OTHERS_STRUCK = [
 def test_a_rank_is_named_and_no_other(
     config: PipelineConfig, rank: int, place: str, number: signal.Signals
 ) -> None:
-    """Not its neighbour, the other of its pair, or those that wait for its part of a decode."""
+    """The error names the rank that was killed or stopped, and no rank that waits for it.
+
+    Its neighbours wait for it, and so may the other rank of its pair, or ranks that share its
+    decode.
+    """
     stop, limit, bound = Damage("hang", rank, 1, place=place), 0.0, 4
     if number is STOPPED:
         limit, bound = allowing_for_others(2.5), 5
@@ -175,7 +179,11 @@ def test_a_rank_is_named_and_no_other(
     "attempt", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(1, 20))]
 )
 def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int) -> None:
-    """A rank is killed, stopped or interrupted at any event; another layout makes the rest."""
+    """All clips are made, although a rank of a pair is killed, stopped or interrupted at a random
+    time.
+
+    Another layout makes the clips that are missing.
+    """
     dice = random.Random(attempt)
     left = dice.randrange(10, 150)
     rank, number = dice.randrange(4), dice.choice((KILLED, STOPPED, signal.SIGINT))
@@ -222,7 +230,9 @@ def _of_one_rank() -> list[str]:
 
 @pytest.mark.usefixtures("temporary_files")
 def test_a_rank_frozen_at_the_very_end_is_named() -> None:
-    """After all clips are done, when ranks only have to report it."""
+    """A rank that is stopped after all clips are done, when it only has to report its end, is
+    named.
+    """
     config = replace(DUMMY, heartbeat_timeout_seconds=allowing_for_others(2.5))
     with pytest.raises(RankError) as caught, Pipeline(config) as pipeline:
         pipeline.run(_clips())
@@ -233,7 +243,7 @@ def test_a_rank_frozen_at_the_very_end_is_named() -> None:
 
 
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
-    """A step takes over three times the heartbeat timeout."""
+    """A rank whose step takes over three times the heartbeat timeout is not taken for dead."""
     gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)
     stop = Damage("hang", MIDDLE, 1, place="step2", until=str(gate))
     heartbeats: list[float] = []
@@ -282,7 +292,7 @@ def test_a_rank_that_never_starts() -> None:
 
 @pytest.mark.full
 def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -> None:
-    """The whole command: partly written files are removed, complete ones stay."""
+    """After a kill of a rank during the writing of an mp4, only complete files are left."""
     command = start(*RUN, str(home / "out"), out=home / "out", plan={})
     writing = command.process_with("libx264")
     os.kill(writing, signal.SIGSTOP)
@@ -297,7 +307,7 @@ def test_a_rank_killed_while_it_writes_an_mp4(start: StartCommand, home: Path) -
 
 @pytest.mark.full
 def test_a_rank_that_raises(start: StartCommand, home: Path) -> None:
-    """At the second clip, after the first is done."""
+    """A rank that raises an error at the second clip ends the command, and the first clip stays."""
     gate = home / "gate"
     stop = {"kind": "raise", "rank": MIDDLE, "clip": 1, "place": "step1", "until": str(gate)}
     command = start(*RUN, str(home / "out"), "--debug", out=home / "out", plan={"stop": stop})

@@ -1,4 +1,4 @@
-"""Every test here needs a GPU, or the rehearsal; without either it is skipped, and says so."""
+"""Fixtures for tests that need a GPU or the rehearsal on the CPU; other machines skip them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.families.svd import svd_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests of this folder, and skips those that this machine cannot run."""
+    """Mark the tests of this folder, and skip those that this machine cannot run."""
     machine, here = find_machine(), Path(__file__).parent
     for item in items:
         if here not in item.path.parents:
@@ -44,7 +44,10 @@ def machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def report() -> Report:
-    """Takes the figures; the files are in the folder that GPU_REPORT names, or here."""
+    """Report of measured values.
+
+    Its files are in the folder GPU_REPORT, or in the working folder.
+    """
     folder = Path(os.environ.get("GPU_REPORT", "."))
     folder.mkdir(parents=True, exist_ok=True)
     return Report(folder)
@@ -52,7 +55,7 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of SVD-XT's size with random weights in fp16; a tiny one at small sizes."""
+    """Checkpoint of SVD-XT's size with random weights in fp16; a tiny one if sizes are small."""
     folder = tmp_path_factory.mktemp("full-size") / "model"
     return save_tiny_checkpoint(folder) if machine.is_small else _save_full_size(folder)
 

@@ -1,7 +1,8 @@
-"""python -m tests.gpu.contexts DEVICE RANKS: which processes of a run hold a context on which GPU.
+"""python -m tests.gpu.contexts DEVICE RANKS: print which processes of a run have a CUDA context.
 
-It prints UUIDs as JSON: `ranks`, a list for each, and `parent`, this process. It is a process of
-its own because pytest's may hold contexts of other tests.
+The output is JSON with UUIDs of GPUs: `ranks` has a list for each rank, and `parent` a list for
+this process. This program runs in a new process, because that of pytest may have contexts of other
+tests.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def _held_by(pid: int) -> list[str]:
 
 
 def main() -> None:
-    """Runs one clip of the dummy model."""
+    """Make one clip of the dummy model, and print the UUIDs."""
     device, world_size = sys.argv[1], int(sys.argv[2])
     config = PipelineConfig(
         world_size=world_size,

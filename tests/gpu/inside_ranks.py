@@ -1,4 +1,4 @@
-"""Faults that only these tests inject: from inside a rank they watch its device, or fill it."""
+"""Faults for GPU tests, which watch or fill the device from inside a rank."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _kept: list[torch.Tensor] = []
 
 
 def _take_what_is_free() -> None:
-    """Takes all free memory of this thread's device by plain allocations."""
+    """Allocate all free memory of this thread's device."""
     torch.cuda.empty_cache()
     size = torch.cuda.mem_get_info()[0]
     while size >= 4096:
         try:
             _kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except RuntimeError:  # out of memory, in both of torch's forms
+        except RuntimeError:  # out of memory, in both of torch's error types
             size //= 2
 
 
 @dataclass(frozen=True)
 class FullDevice(Damage):
-    """From its place on, the rank's device has no free memory.
+    """Fault that leaves no free memory on the rank's device, from its place on.
 
     Args:
-        caching: otherwise all requests go to CUDA itself, whose error is another one than that of
-            torch's allocator.
+        caching: Whether torch's caching allocator is used. If False, all requests go to CUDA
+            itself, whose error differs from the allocator's.
     """
 
     caching: bool = True
@@ -49,7 +49,9 @@ class FullDevice(Damage):
 
 @dataclass(frozen=True)
 class Fragmented(Damage):
-    """At its place, the allocator has to give back what it keeps to fulfil a request."""
+    """Fault that makes the allocator return its cached blocks to CUDA, because memory is
+    fragmented.
+    """
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         if self.is_at(rank, clip, place):
@@ -62,10 +64,13 @@ class Fragmented(Damage):
 
 @dataclass(frozen=True)
 class Watched(Damage):
-    """All ranks are checked for races; what is found is in the files of `folder`, one for each.
+    """Check of all ranks for races on the device.
+
+    The races that a rank finds are in its file in `folder`.
 
     Args:
-        planted: whether copies no longer wait for the kernels that write what they read.
+        planted: Whether to plant a race: copies do not wait for the kernels that write their
+            source.
     """
 
     folder: str = ""
@@ -79,10 +84,10 @@ class Watched(Damage):
 
 
 def _watch(path: Path) -> None:
-    """Checks all later operations of this process by torch's CUDA Sanitizer, in all threads.
+    """Check all later operations of this process with torch's CUDA Sanitizer, in all threads.
 
-    The sanitizer as torch enables it sees the main thread only. A line `thread NAME` is added to
-    `path` for each thread with operations, and one that begins with `race` for each race.
+    torch itself would enable the sanitizer only in the main thread. `path` gets a line `thread
+    NAME` for each thread with operations, and a line that begins with `race` for each race.
     """
     handler = _Handler(path)
     _sanitizer.EventHandler = lambda: handler  # type: ignore[assignment, misc]
@@ -97,7 +102,7 @@ def _watch(path: Path) -> None:
 
 
 class _Handler(_sanitizer.EventHandler):
-    """Takes one thread's call at a time, and writes races instead of returning them."""
+    """Event handler that serves one thread at a time, and writes races to a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -128,15 +133,16 @@ class _Handler(_sanitizer.EventHandler):
 
 class _OtherThread(_sanitizer.CUDASanitizerDispatchMode):
     def __init__(self, handler: _Handler) -> None:
-        TorchDispatchMode.__init__(self)  # the callbacks of events and streams are there already
+        TorchDispatchMode.__init__(self)  # callbacks are registered already
         self.event_handler = handler
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts, in the thread that makes it, what makes the host wait for the device.
+    """Counter of the operations that make a thread wait for the device.
 
-    `for_queue` counts reads, blocking copies and synchronisations, which wait for all that is
-    queued; `for_events` counts waits for an event, which may have passed long ago.
+    The thread is the one that creates the object. `for_queue` counts reads, blocking copies and
+    synchronisations, which wait for all queued kernels. `for_events` counts waits for an event,
+    which may have passed long ago.
     """
 
     def __init__(self) -> None:
@@ -177,7 +183,9 @@ def _waits_for_queue(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 
 @dataclass(frozen=True)
 class Counted(Damage):
-    """Writes `STEP FOR_QUEUE FOR_EVENTS` to the file `until` before each step of the clip."""
+    """Counter of waits. It appends `STEP FOR_QUEUE FOR_EVENTS` to the file `until` before each
+    step.
+    """
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         if place == "load":

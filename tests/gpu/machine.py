@@ -1,4 +1,4 @@
-"""What the GPU tests run on: real GPUs, or a rehearsal of the same code on the CPU."""
+"""Machine for the GPU tests: real GPUs, or a rehearsal of the same code on the CPU."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ from svdpp.verification.verify import verify
 from svdpp.worker.messages import Event, StepDone
 from tests.support.shell import svdpp_here
 
-#: Set to 1, the tests run on the CPU at small sizes: that they run at all, and no more.
+#: Environment variable. If it is 1, the tests run on the CPU at small sizes, which shows only that
+#: their code runs.
 REHEARSAL = "GPU_REHEARSAL"
-#: Set to "small", the tests use GPUs at small sizes: all but the figures of a full-size model.
+#: Environment variable. If it is "small", the tests use GPUs at small sizes, and measure no model
+#: of full size.
 SIZE = "GPU_TESTS"
 PHOTOS = [str(path) for path in example_images()]
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the tests run.
+    """Machine on which the tests run.
 
     Args:
-        is_rehearsal: whether the CPU stands in for one.
-        is_small: whether clips and models are small, so that times and memory say nothing.
+        is_rehearsal: Whether the CPU takes the place of the GPUs.
+        is_small: Whether clips and models are small, so that times and memory have no meaning.
     """
 
     num_gpus: int
@@ -46,17 +48,17 @@ class Machine:
 
     @property
     def world_size(self) -> int:
-        """Ranks in the tests of several GPUs: one for each."""
+        """Number of ranks in tests with several GPUs: one for each GPU."""
         return 2 if self.is_rehearsal else self.num_gpus
 
     @property
     def own(self) -> str:
-        """The device of ranks that have one each."""
+        """Value of `device` for ranks that each have their own device."""
         return "cpu" if self.is_rehearsal else "cuda"
 
     @property
     def shared(self) -> str:
-        """The one device that several ranks share."""
+        """Value of `device` for ranks that share one device."""
         return "cpu" if self.is_rehearsal else "cuda:0"
 
     @property
@@ -65,7 +67,9 @@ class Machine:
 
     @property
     def everywhere(self) -> tuple[int, str]:
-        """Ranks and device of a run on all GPUs: a rank on each, or three on the only one."""
+        """Number of ranks and `device` of a run on all GPUs: a rank on each, or three on a single
+        GPU.
+        """
         is_one = self.is_rehearsal or self.num_gpus == 1
         return (3, self.shared) if is_one else (self.num_gpus, self.own)
 
@@ -74,7 +78,7 @@ class Machine:
         return self.config(world_size, device=device, **changes)
 
     def config(self, world_size: int, **changes: Any) -> PipelineConfig:
-        """A run of the demo model by `world_size` ranks on the shared device."""
+        """Return a configuration of the demo model for `world_size` ranks on the shared device."""
         steps = world_size * max(2, 6 // world_size)
         chosen = {
             "model": ModelConfig(name="demo", dtype=self.dtype),
@@ -85,7 +89,10 @@ class Machine:
         return PipelineConfig(world_size=world_size, **chosen)
 
     def full_size(self, folder: Path, **changes: Any) -> PipelineConfig:
-        """A run of a checkpoint of `full_size`, on a GPU for each rank unless it says otherwise."""
+        """Return a configuration of the checkpoint of the fixture `full_size`.
+
+        By default each rank has its own GPU.
+        """
         size = {"height": 64, "width": 64, "num_frames": 2} if self.is_small else {}
         chosen = {
             "world_size": self.world_size,
@@ -101,34 +108,37 @@ class Machine:
         return SvdSampling(**{**chosen, **changes})
 
     def requests(self, count: int) -> list[ClipRequest]:
-        """`count` clips, and at most three small ones, each of another seed and photograph."""
+        """Return `count` requests, with different seeds and images. If sizes are small, at most
+        three.
+        """
         numbers = range(min(count, 3) if self.is_small else count)
         return [ClipRequest(seed=n, image=PHOTOS[n % len(PHOTOS)]) for n in numbers]
 
     @property
     def options(self) -> list[str]:
-        """Of commands: quick clips of the demo model on all GPUs."""
+        """Command-line options for quick clips of the demo model on all GPUs."""
         world_size, device = self.everywhere
         size = ["--height", "64", "--width", "64", "--frames", "2"]
         return [*size, "--model", "demo", "--device", device, "--gpus", str(world_size)]
 
     @property
     def steps(self) -> list[str]:
-        """Of commands: two steps for each rank."""
+        """Command-line options for two steps on each rank."""
         return ["--steps", str(2 * self.everywhere[0])]
 
 
 def find_machine() -> Machine:
-    """This machine, without touching CUDA."""
+    """Return this machine, without creating a CUDA context."""
     is_rehearsal = os.environ.get(REHEARSAL) == "1"
     is_small = is_rehearsal or os.environ.get(SIZE) == "small"
     return Machine(len(gpus.visible_gpus()), is_rehearsal, is_small)
 
 
 def svdpp(*arguments: str, code: int = 0) -> str:
-    """Runs a command, which must end with `code`; its stdout, or its errors if `code` is not 0.
+    """Run a command of svdpp, which must end with exit code `code`.
 
-    It has a process of its own, because this one may hold a context; a rehearsal saves its imports.
+    Return its stdout, or its stderr if `code` is not 0. The command runs in a new process, because
+    this process may have a CUDA context. A rehearsal runs it in this process, which saves imports.
     """
     if os.environ.get(REHEARSAL) != "1":
         return python("-m", "svdpp", *arguments, code=code)
@@ -138,7 +148,7 @@ def svdpp(*arguments: str, code: int = 0) -> str:
 
 
 def python(*arguments: str, code: int = 0, **variables: str) -> str:
-    """As `svdpp`, for any program in a process of its own."""
+    """Run Python in a new process; check and return the same as `svdpp`."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -154,7 +164,10 @@ def python(*arguments: str, code: int = 0, **variables: str) -> str:
 def seconds_until_named(
     pipeline: Pipeline, requests: list[ClipRequest], number: signal.Signals, kind: type = StepDone
 ) -> float:
-    """Seconds from a signal to rank 1, at its first event of `kind`, to the end that names it."""
+    """Send a signal to rank 1 at its first event of `kind`, and check that the error names rank 1.
+
+    Return the seconds from the signal to the end of the run.
+    """
     began: list[float] = []
 
     def strike(rank: int, event: Event) -> None:
@@ -170,7 +183,7 @@ def seconds_until_named(
 
 @dataclass
 class Report:
-    """Figures of the tests, written as `gpu-report.json` and as a Markdown table."""
+    """Values that the tests measure, written as `gpu-report.json` and as a Markdown table."""
 
     folder: Path
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -180,13 +193,13 @@ class Report:
         self.write()
 
     def prove(self, name: str, config: PipelineConfig, requests: list[ClipRequest]) -> None:
-        """Fails unless a run has the bits of diffusers; adds whether."""
+        """Verify a run against diffusers, add the result to the report, and fail if bits differ."""
         result = verify(config, requests)
         self.add(name, bitwise=result.bitwise, checks=len(result.checks))
         assert result.bitwise, result.first_difference
 
     def write(self) -> None:
-        """Writes what there is so far: a run that is cut off leaves its figures."""
+        """Write the values so far, so that an interrupted test session leaves them too."""
         found = {"schema_version": 1, "environment": environment(), "figures": self.figures}
         (self.folder / "gpu-report.json").write_text(json.dumps(found, indent=2, default=str))
         (self.folder / "gpu-report.md").write_text(self._markdown(found["environment"]))

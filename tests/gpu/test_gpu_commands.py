@@ -1,4 +1,4 @@
-"""The commands as a user of GPUs runs them: with a rank on each, or three on the only one."""
+"""Commands on all GPUs, with a rank on each GPU, or three ranks on a single GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def _launched(
     code: int = 0,
     **variables: str,
 ) -> str:
-    """What `svdpp` says under torchrun; each rank sets the shell's `setting` for itself."""
+    """Run `svdpp` under torchrun, and return what `python` returns.
+
+    `setting` is a shell assignment that each rank evaluates, as `A=$LOCAL_RANK`.
+    """
     program = f'{setting} exec {sys.executable} -m svdpp "$@"'
     return python(
         *("-m", "torch.distributed.run", "--standalone", "--log-dir", str(folder)),
@@ -40,7 +43,7 @@ def test_env_names_each_gpu(machine: Machine) -> None:
     assert len(gpus) == machine.num_gpus
 
 
-@pytest.mark.full  # on the CPU: tests/cli/test_tools.py
+@pytest.mark.full  # tests/cli/test_tools.py tests this on the CPU
 def test_doctor_finds_nothing_wrong(machine: Machine, tmp_path: Path) -> None:
     svdpp("doctor", *machine.options, "--out", str(tmp_path))
 
@@ -97,7 +100,7 @@ def test_serve_makes_a_clip_and_proves_it(machine: Machine, tmp_path: Path) -> N
         assert server.video(clip)["proof"] == "equal"
 
 
-@pytest.mark.full  # on the CPU: `test_end_to_end`
+@pytest.mark.full  # `test_end_to_end` tests this on the CPU
 def test_torchrun_starts_ranks_that_prove_their_clips(machine: Machine, tmp_path: Path) -> None:
     asked = ("verify", PHOTOS[0], *machine.options, *machine.steps, "--json")
     said = _launched(machine, tmp_path / "log", *asked)
@@ -120,7 +123,10 @@ def test_two_ranks_on_one_gpu_are_refused_under_nccl(machine: Machine, tmp_path:
 def test_ranks_that_differ_are_refused_or_leave_clips_unproven(
     machine: Machine, tmp_path: Path, allowed: bool
 ) -> None:
-    """GPUs of several kinds if there are any; otherwise ranks with different settings of torch."""
+    """Ranks with different GPUs are refused; if they are allowed, their clips count as unproven.
+
+    If all GPUs are of one kind, the ranks have different settings of torch instead.
+    """
     kinds = len({gpu.name for gpu in gpus.visible_gpus()})
     setting = "" if kinds > 1 else "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=$LOCAL_RANK"
     options = [*machine.options[:-1], "2", "--steps", "2"]
@@ -144,7 +150,10 @@ def test_ranks_that_differ_are_refused_or_leave_clips_unproven(
 def test_each_rank_has_a_context_on_its_own_gpu_and_the_parent_none(
     report: Report, kind: str
 ) -> None:
-    """As CUDA_VISIBLE_DEVICES orders them: all GPUs from the last to the first, the last alone."""
+    """Each rank has a CUDA context only on its own GPU, and the parent has none.
+
+    CUDA_VISIBLE_DEVICES has all GPUs in reverse order, or only the last one.
+    """
     uuids = [gpu.uuid for gpu in gpus.visible_gpus()]
     order = uuids[::-1] if kind == "reversed" else uuids[-1:]
     printed = python(

@@ -1,4 +1,4 @@
-"""Tiny Wan and LTX-Video on a GPU: diffusers' bits, and no more waits in a step than its own."""
+"""Tiny Wan and LTX-Video on a GPU: the bits of diffusers, and no more waits in a step."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ STEPS = 6
 _LTX = {"height": 64, "width": 96, "num_frames": 9}
 FAMILIES = {
     "svd": CASES["svd"],
-    # Two experts, and UniPC's history between the steps.
+    # This case has two experts, and the history of UniPC between the steps.
     "wan": Case("wan", {"height": 32, "width": 32, "num_frames": 5}, changes=T2V),
     "ltx": Case("ltx", _LTX),
-    # The only clips whose generator is on the device, and travels with the packet.
+    # Only in this case, the generator is on the device, and its state is sent with the packet.
     "ltx from an image": Case("ltx", _LTX, image=True, changes=TIMESTEP),
 }
 
@@ -52,7 +52,7 @@ def _config(family: Case, machine: Machine, folder: Path, world_size: int) -> Pi
 
 
 def _generators_go_on(device: str) -> bool:
-    """Whether a generator on the device draws from where the state that it was given stands."""
+    """Return whether a generator on the device continues from a state that is set."""
     generator = torch.Generator(device).manual_seed(0)
     torch.randn(4, generator=generator, device=device)
     state = generator.get_state()
@@ -107,7 +107,7 @@ def _of_each_step(counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _diffusers_waits(family: Case, config: PipelineConfig) -> list[tuple[int, int]]:
-    """Waits up to the end of each step of diffusers' own loop, as it comes."""
+    """Return the number of waits up to the end of each step, in diffusers' own loop."""
     pipe = getattr(diffusers, FAMILY_SPECS[family.family].pipeline(family.image)).from_pretrained(
         config.model.name
     )

@@ -1,4 +1,4 @@
-"""No stream reads or writes memory too early; each test shows that the wrong way fails."""
+"""Streams never read or write memory too early. Each test also shows that the wrong way fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.no_rehearsal
 
 SIZE = 8 * 2**20
 FRAMES = (8, 512, 512, 3)
-# Some tenths of a second at 1 to 2 GHz: longer than a copy of 8 MB takes.
+# A few tenths of a second at 1 to 2 GHz, which is longer than a copy of 8 MB takes.
 SLEEP_CYCLES = 500_000_000
 DEVICE = torch.device("cuda:0")
 
@@ -38,7 +38,7 @@ def _device() -> None:
 
 
 def _leave_a_block_in_use() -> None:
-    """Queues a long wait, then a write into a block, and frees the block before either ran."""
+    """Queue a long wait and then a write to a block of memory. Free the block before the write."""
     block = torch.empty(SIZE, dtype=torch.uint8, device=DEVICE)
     torch.cuda._sleep(SLEEP_CYCLES)
     block.fill_(7)
@@ -50,7 +50,7 @@ def _received_safely(host: torch.Tensor) -> torch.Tensor:
 
 
 def _received_wrongly(host: torch.Tensor) -> torch.Tensor:
-    """Allocates before the side stream is entered, which is what the rule forbids."""
+    """Receive in the wrong way: allocate memory before the side stream is entered."""
     payload = torch.empty_like(host, device=DEVICE)
     side = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(side):
@@ -101,7 +101,7 @@ def test_a_freed_packet_is_not_reused_while_it_is_read(report: Report) -> None:
 
 
 class Wire:
-    """Stands for the other rank: keeps what a transport sends, in the order of the streams."""
+    """Stand-in for the other rank, which keeps the sent tensors and returns them to receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: deque[torch.Tensor] = deque()
@@ -193,7 +193,8 @@ def test_what_leaves_the_device_waits_for_the_kernel_that_writes_it(
         "stream_context",
         lambda self, after=None: stream_context(self),  # noqa: ARG005
     )
-    # Over NCCL the host waits, too, so that no kernel of the partner spins for the packet.
+    # Over NCCL, the host waits for the event too, so that no kernel of the receiver spins. That
+    # wait is removed as well.
     monkeypatch.setattr(streams, "wait_for_event", lambda event: None)  # noqa: ARG005
     assert not is_whole_after(6), "without its event the copy did no harm: this test shows nothing"
 
@@ -203,7 +204,7 @@ def _receive(transport: Transport, clip: int) -> torch.Tensor:
 
 
 def _sent_packets(wire: Wire, values: Sequence[int]) -> Transport:
-    """The transport that has yet to receive a packet of each value."""
+    """Return a transport that can receive a packet for each of `values`, filled with that value."""
     sender = _transport("nccl")
     for clip, value in enumerate(values):
         packet = torch.full(FRAMES, value, dtype=torch.uint8, device=DEVICE)
@@ -242,7 +243,7 @@ def test_a_received_packet_keeps_its_memory_until_queued_kernels_have_read_it(
         transport = _sent_packets(wire, [3, 9, 9])
         torch.cuda._sleep(SLEEP_CYCLES)
         received = _receive(transport, 0)
-        for clip in (1, 2):  # the link keeps the packet before
+        for clip in (1, 2):  # a link keeps its last packet
             _receive(transport, clip)
         torch.cuda.synchronize()
         return bool((received == 3).all())

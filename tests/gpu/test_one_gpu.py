@@ -1,4 +1,4 @@
-"""What one GPU can show: exactness, links, faults and a lack of memory, on the small model."""
+"""Tests on a single GPU with a small model: exactness, links, faults and a lack of memory."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def test_a_clip_goes_on_from_a_latent_checkpoint_with_other_ranks(
         (whole,) = pipeline.run([request])
     kept = replace(request, latents_key=key)
     num_done = 2 * config.sampling.num_inference_steps // 3
-    # The second rank writes its checkpoint beside the steps of the third.
+    # The second rank writes its latent checkpoint while the third rank denoises, so the fault waits
+    # for the file.
     stopped = Damage("raise", 2, 0, until=str(checkpoint_path(tmp_path, key, num_done)))
     pipeline = Pipeline(config, latents_folder=str(tmp_path), fault=stopped)
     with pytest.raises(RankError), pipeline:
@@ -113,9 +114,9 @@ def test_a_cancelled_clip_leaves_the_others_as_they_are(machine: Machine, tmp_pa
     assert beside["frames_sha256"] == alone.metadata["frames_sha256"]
 
 
-# NCCL between processes on one card.
+# --- NCCL between processes on one GPU -----------------------------------------------------------
 
-NUM_PACKETS, PACKET_FLOATS = 50, 475_000  # 1.9 MB, as SVD-XT's packet in fp16
+NUM_PACKETS, PACKET_FLOATS = 50, 475_000  # 1.9 MB, the size of SVD-XT's packet in fp16
 
 
 def _payload(clip: int, device: torch.device) -> torch.Tensor:
@@ -124,13 +125,14 @@ def _payload(clip: int, device: torch.device) -> torch.Tensor:
 
 
 def _relay_over_nccl(context: LaunchContext, asked: tuple[str, int]) -> None:
-    """Passes packets on beneath busy matmuls, and reports the hashes; ends when told to.
+    """Forward packets while the GPU computes matmuls, and report their hashes; end when told to.
 
-    A send is finished when its memory may be used again: bytes of it may still be on their way.
+    A rank must not end earlier. A finished send only means that its memory may be reused; its bytes
+    may not have arrived yet.
     """
     device, rank = torch.device(asked[0]), context.world.rank
     if device.type == "cuda":
-        # NCCL refuses two ranks of one host on one GPU: let each take itself for a host.
+        # NCCL refuses two ranks of one host on one GPU, so each rank pretends to be another host.
         os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_IB_DISABLE": "1"}
     streams.use_device(device)
     context.join()

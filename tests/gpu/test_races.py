@@ -1,4 +1,4 @@
-"""Torch's CUDA Sanitizer finds no race in any thread of a run, and finds one that is planted."""
+"""torch's CUDA Sanitizer finds no race in any thread of a run, but finds a planted one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ pytestmark = [
 
 
 def _found(machine: Machine, folder: Path, *, planted: bool) -> tuple[set[str], list[str]]:
-    """The threads that were checked, and the races, of an alternating run by all devices."""
+    """Make clips on all devices with the alternating split; return the checked threads and the
+    races.
+    """
     watched, tensors = folder / "watched", folder / "tensors"
     watched.mkdir()
     tensors.mkdir()

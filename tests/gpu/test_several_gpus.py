@@ -1,4 +1,4 @@
-"""What needs two GPUs or more: one card for each rank, NCCL between cards, whole runs on them."""
+"""Tests that need two GPUs or more: a GPU for each rank, NCCL between GPUs, and whole runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_transfers_between_cards_are_measured(machine: Machine, report: Report) 
     assert len(packets) == 3 * (machine.world_size - 1)
 
 
-@pytest.mark.no_rehearsal  # one GPU at full size is rehearsed
+@pytest.mark.no_rehearsal  # the rehearsal runs the full-size tests of one GPU
 @pytest.mark.parametrize("layout", ["alternating", "uniform", "data parallel"])
 def test_all_cards_at_full_size_are_exact(
     machine: Machine, report: Report, full_size: Path, layout: str

@@ -1,4 +1,4 @@
-"""Several hosts as namespaces of one machine: each has its sockets, name, clock and folders."""
+"""Several hosts, simulated by Linux namespaces with their own network, name, clock and folders."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Job:
         return self.err_file.read_text()
 
     def end(self) -> int:
-        """Waits for its end; returns its exit code."""
+        """Wait for the process's end; return its exit code."""
         try:
             return self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class Host:
-    """One host: a network namespace."""
+    """Simulated host, with a network namespace."""
 
     name: str
     namespace: str
@@ -63,11 +63,11 @@ class Host:
     jobs: list[Job] = field(default_factory=list)
 
     def set_link(self, state: str) -> None:
-        """Cuts its network link (`down`) or restores it (`up`)."""
+        """Cut the host's network link (`down`) or restore it (`up`)."""
         _ip("-n", self.namespace, "link", "set", DEVICE, state)
 
     def assert_own_addresses(self, but: str = "") -> None:
-        """Checks that programs listen on no address but its own; those named `but` may."""
+        """Check that programs listen only on the host's address, except the program `but`."""
         lines = _ip("netns", "exec", self.namespace, "ss", "-ltnpH").splitlines()
         assert lines, "the test looks in the wrong place"
         for line in lines:
@@ -76,25 +76,25 @@ class Host:
 
 
 class Hosts:
-    """A network of hosts."""
+    """Simulated network of hosts."""
 
     def __init__(self, hosts: list[Host], folder: Path) -> None:
         self.all = hosts
         self.mark = uuid.uuid4().hex
         self._names = folder / "hosts"
         self.on_first_host = folder / "on-first-host"
-        """A folder of the first host that is empty on all others."""
+        """Folder that has files only on the first host; on other hosts it is empty."""
         self.on_first_host.mkdir()
         lines = ["127.0.0.1 localhost", *(f"{host.address} {host.name}" for host in hosts), ""]
         self._names.write_text("\n".join(lines))
 
     def torchrun(self, *arguments: str, per_host: int, options: Sequence[str] = ()) -> list[Job]:
-        """Starts the command by torchrun on every host; `{host}` stands for the host's folder."""
-        # Agents of the static rendezvous end with their ranks; those of c10d wait for a store that
-        # they cannot reach (docs/cluster.md).
+        """Start a command with torchrun on every host. `{host}` stands for the host's folder."""
+        # The static rendezvous is used, because its agents end with their ranks. Agents of c10d
+        # would wait for a store that they cannot reach (docs/cluster.md).
         launcher = (
             *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(per_host)),
-            *("--log-dir", "{host}"),  # the default is a temporary folder
+            *("--log-dir", "{host}"),  # instead of a temporary folder
             *("--master-addr", self.all[0].name, "--master-port", str(_STORE_PORT), *options),
         )
         return [
@@ -103,7 +103,7 @@ class Hosts:
         ]
 
     def srun(self, *arguments: str) -> list[Job]:
-        """Starts a rank of the command on every host as srun does: no launcher stays."""
+        """Start a rank of a command on every host, as srun does: without a launcher process."""
         job = {
             **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
             **{"SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "host[0-1]"},
@@ -118,7 +118,7 @@ class Hosts:
         ]
 
     def start(self, host: Host, *arguments: str, **environment: str) -> Job:
-        """Starts `python ARGUMENTS` on `host`."""
+        """Start `python ARGUMENTS` on `host`; return the process."""
         number = len(host.jobs)
         out_file, err_file = host.home / f"out{number}.txt", host.home / f"err{number}.txt"
         settings = {
@@ -154,7 +154,7 @@ class Hosts:
         return next(pid for pid, path in environments if wanted in path.read_bytes())
 
     def end_all(self) -> None:
-        """Ends the processes that a failed test has left."""
+        """Kill the processes that a failed test has left."""
         for pid in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -165,7 +165,10 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts on one network, each with its own link; skips where that is not possible."""
+    """Two hosts on one network, each with its own link.
+
+    Skip the test where this is not possible.
+    """
     needed = ("--net", "--uts", "--mount", "--time", "--monotonic", "1", "--fork", "true")
     run = uuid.uuid4().hex[:6]
     with contextlib.ExitStack() as stack:
@@ -206,7 +209,7 @@ def _ip(*arguments: str) -> str:
 
 
 def wait_for(pattern: str, folder: Path) -> Path:
-    """Waits for a file of that pattern under `folder`; returns the first."""
+    """Wait until a file in `folder` matches the glob pattern; return the file's path."""
     what = f"{pattern} under {folder}"
     return wait_until(lambda: list(folder.glob(pattern)), _END_SECONDS, what)[0]
 
@@ -261,7 +264,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     assert [clip["host"] for clip in manifest["clips"]] == ["host0", "host1"] * 2
     assert _bits(out) == bits_of_one_host
 
-    # The hosts' clocks are 100000 s apart.
+    # The hosts' clocks differ by 100,000 s, which must not show in durations or in the trace.
     seconds = [record["wall_seconds"] for record in records.values()]
     assert all(0 < taken < 100 for taken in seconds), seconds
     events = json.loads((hosts.all[0].home / "trace.json").read_text())
@@ -272,7 +275,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     assert "run: 4 of 4 clips: " in jobs[0].err
     assert jobs[1].out == ""
     assert "clips" not in jobs[1].err
-    # Rank 0's host logs the whole run, the others their own ranks.
+    # The host of rank 0 logs the whole run, and the other host only its own rank.
     for host, ranks in zip(hosts.all, ({0, 1}, {1}), strict=True):
         lines = map(json.loads, (host.home / "log").read_text().splitlines())
         assert {line["record"]["extra"]["rank"] for line in lines} - {"-"} == ranks
@@ -312,7 +315,7 @@ def test_a_cut_cable_ends_both_sides_and_the_run_goes_on_later(
         host.assert_own_addresses()
     handed_over = tmp_path / "handed-over"
     before = {*handed_over.iterdir()}
-    # A busy rank 0 may have handed over no other clip yet.
+    # On a busy machine, rank 0 may not have sent the next clip yet.
     wait_until(lambda: {*handed_over.iterdir()} - before, _END_SECONDS, "another latent checkpoint")
     hosts.all[1].set_link("down")
     cut = time.monotonic()

@@ -1,4 +1,4 @@
-"""How processes start and end: the fork server, ranks on CUDA, variables, what is left behind."""
+"""Start and end of processes: fork server, ranks on CUDA, environment, and temporary files."""
 
 from __future__ import annotations
 
@@ -31,13 +31,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_a_server_ends_if_its_starter_ended_before_its_first_import(tmp_path: Path) -> None:
-    """By then it has another parent, and must not wait for that one to end. It leaves no file."""
+    """The fork server ends, and leaves no file, if its starter was killed before the first import.
+
+    The server then has another parent, for whose end it must not wait.
+    """
     (tmp_path / "sleeps.py").write_text("import time\ntime.sleep(600)")
     output, temporary = tmp_path / "pid", tmp_path / "t"
     temporary.mkdir()
     path = os.pathsep.join([str(tmp_path), os.getcwd()])
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": path}
-    with output.open("w") as file:  # the server would hold a pipe open as long as it runs
+    with output.open("w") as file:  # the running server would keep a pipe open
         command = [sys.executable, "-c", _START_AND_DIE]
         subprocess.run(command, stdout=file, env=environment, check=False)
     wait_until(lambda: not is_there(int(output.read_text())), 30, "end of the server")
@@ -66,14 +69,17 @@ if __name__ == "__main__":
 
 
 def test_ranks_started_from_python(tmp_path: Path) -> None:
-    """They outlive their starter's thread, leave no files, and do not spin while they wait."""
+    """Ranks outlive the thread and the folder in which the fork server was started.
+
+    They leave no files, and do not spin while they wait.
+    """
     script, temporary = tmp_path / "script.py", tmp_path / "t"
     script.write_text(_START_IN_A_THREAD_AND_A_FOLDER_THAT_GO)
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.getcwd()}
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"):  # the program has to set them
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "OMP_WAIT_POLICY"):  # svdpp has to set them itself
         environment.pop(name, None)
-    environment |= {"OMP_DISPLAY_ENV": "verbose"}  # libgomp prints its settings as it is loaded
+    environment |= {"OMP_DISPLAY_ENV": "verbose"}  # makes libgomp print its settings
     command = [sys.executable, str(script)]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, timeout=600, capture_output=True, text=True
@@ -112,7 +118,10 @@ def test_the_output_of_ranks_is_kept_off_the_terminal(capfd: pytest.CaptureFixtu
     ids=lambda command: command[0],
 )
 def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> None:
-    """Importing diffusers initialises CUDA, which a fork server's ranks could not use any more."""
+    """Ranks on CUDA are not forked from a server.
+
+    An import of diffusers initialises CUDA, and processes forked after that cannot use it.
+    """
     record, box = tmp_path / "record", Path(__file__).parent / "fake_gpu_box"
     path = os.pathsep.join([str(box), os.getcwd()])
     answer = subprocess.run(
@@ -134,7 +143,7 @@ def test_cuda_ranks_are_not_forked(command: tuple[str, ...], tmp_path: Path) -> 
         assert first.startswith("sets cuda:")
 
 
-# --- variables, children and temporary files ----------------------------------------------------
+# --- environment variables, child processes and temporary files ---------------------------------
 
 NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -146,7 +155,7 @@ NCCL = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
         ({}, "PYTORCH_ALLOC_CONF", "expandable_segments:True"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "max_split:128"}, "PYTORCH_ALLOC_CONF", "max_split:128"),
         ({NCCL: "1"}, NCCL, "1"),
-        ({NCCL: "1", "TORCHELASTIC_RUN_ID": "x"}, NCCL, "0"),  # torchrun's own default
+        ({NCCL: "1", "TORCHELASTIC_RUN_ID": "x"}, NCCL, "0"),  # torchrun's value
         ({}, NCCL, "0"),
     ],
 )
@@ -162,7 +171,7 @@ def test_defaults_do_not_replace_the_users_values(
 
 
 def _run(folder: Path, code: str, *arguments: str) -> int:
-    """Runs a program whose temporary files lie in `folder`; returns its exit code."""
+    """Run a Python program with `folder` for its temporary files; return its exit code."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, timeout=60, check=False).returncode
@@ -191,7 +200,7 @@ getattr(process_lifetime, sys.argv[2])(15)
 def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
-    report = tmp_path / "report"  # beside its folders, which are its starter's to remove
+    report = tmp_path / "report"  # not in the folders that the process removes
     assert _run(tmp_path, _WRITER, str(report), end) == code
     assert not report.exists(), report.read_text()
 
@@ -251,7 +260,10 @@ assert made.parent.stat().st_mode & 0o777 == 0o700
     ],
 )
 def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
-    """Python writes a file into a folder to find out whether it can be used."""
+    """A process that ends leaves no temporary file, even if a thread is creating one.
+
+    Python itself writes a file to a temporary folder to test whether the folder can be used.
+    """
     assert _run(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())
 
@@ -271,7 +283,7 @@ print(folder)
 
 @pytest.mark.parametrize("length", [20, 85, 200])
 def test_the_fork_servers_socket_fits_whatever_the_length_of_tmpdir(length: int) -> None:
-    """A socket's path has at most 107 bytes (unix(7)); clusters have long temporary folders."""
+    """The path of the fork server's socket has at most 107 bytes (unix(7)), for any TMPDIR."""
     with tempfile.TemporaryDirectory(prefix="x" * length, dir="/tmp") as place:
         environment = {**os.environ, "TMPDIR": place, "PYTHONPATH": os.getcwd()}
         command = [sys.executable, "-c", _ADDRESS]
@@ -290,7 +302,10 @@ print(os.environ["TORCHINDUCTOR_CACHE_DIR"])
 
 
 def test_a_tmpdir_that_does_not_exist_is_not_made(tmp_path: Path) -> None:
-    """An import of torch creates the folder of this variable, or ends in a traceback."""
+    """If TMPDIR does not exist, TORCHINDUCTOR_CACHE_DIR is set to an existing folder.
+
+    An import of torch would create the folder, or fail with a traceback.
+    """
     environment = {**os.environ, "TMPDIR": str(tmp_path / "no"), "PYTHONPATH": os.getcwd()}
     environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
     command = [sys.executable, "-c", _DEFAULTS]

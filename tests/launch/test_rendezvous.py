@@ -1,4 +1,4 @@
-"""The ranks of a launcher: connections, handshake, clocks, channels; every wait for rank 0 ends."""
+"""Ranks of a launcher: connections, handshake, clocks and channels; every wait for rank 0 ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONFIG = RendezvousConfig(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """The store of a world within this process."""
+    """Store for the rendezvous of ranks that are simulated in this process."""
     store = HashStore()
     monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", store))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
@@ -47,7 +47,10 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
 
 
 def test_silent_connections_delay_no_rank(store: HashStore) -> None:
-    """Anybody on the network can open them; each would hold the start of all for 10 s."""
+    """Connections that send nothing do not delay the start.
+
+    Anybody on the network can open such connections, and each one could block the start for 10 s.
+    """
     listener = RankListener(store, "127.0.0.1", peer_timeout=5)
     target = listener.endpoint.address, listener.endpoint.port
     with contextlib.ExitStack() as silent, ThreadPoolExecutor() as rank:
@@ -72,7 +75,7 @@ def test_clients_without_the_secret_are_rejected(
         assert [listener.accept(), listener.accept()] == [None, None]
         with ThreadPoolExecutor() as rank:
             rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
-            # Each call waits for a moment.
+            # Each call of `accept` waits only for a moment.
             hello, _ = next(filter(None, (listener.accept() for _ in range(200))))
             assert hello == CONFIG.hello(), "a rank with the secret must still be accepted"
     listener.close()
@@ -86,7 +89,7 @@ def test_a_rank_0_of_another_version_is_told(store: HashStore) -> None:
 
 @pytest.mark.parametrize("was_restarted", [False, True])
 def test_a_rank_without_rank_0_gives_up_in_time(store: HashStore, was_restarted: bool) -> None:
-    """Also if the store has the endpoint of an earlier attempt."""
+    """A rank gives up in time if there is no rank 0, even if the store has an outdated endpoint."""
     if was_restarted:
         RankListener(store, "127.0.0.1", peer_timeout=5).close()
     with pytest.raises(RankError, match=r"rank 1 \(here\) could not connect to rank 0 in time"):
@@ -113,13 +116,16 @@ MESSAGES = [bytes([number]) * 2**20 for number in range(3)]
 
 @pytest.mark.parametrize("rank_is", ["reading", "busy", "gone"])
 def test_messages_to_a_rank_are_queued_in_order_and_dropped_at_the_end(rank_is: str) -> None:
-    """Neither `send` nor `close` waits for the rank, and no thread is left."""
+    """Messages to a rank are sent in order; at the end, messages that were not sent are dropped.
+
+    Neither `send` nor `close` waits for the rank, and no thread is left.
+    """
     ours, theirs = Pipe()
     parent, rank = QueuedChannel(ours), ControlChannel(theirs)
     if rank_is == "gone":
         theirs.close()
     for message in MESSAGES:
-        parent.send(message)  # each is larger than a pipe's buffer
+        parent.send(message)  # a message is larger than a pipe's buffer
     if rank_is == "reading":
         rank.send(b"busy")
         assert parent.receive(10) == b"busy"
@@ -134,7 +140,7 @@ WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher=
 
 
 def _join(world: World, **config: Any) -> WorkerGroup:
-    """Rank 0's group; it has nothing to do."""
+    """Return the group of rank 0, whose stage does nothing."""
     return join_ranks(
         replace(CONFIG, world=world, **config), lambda _context, _argument: None, None
     )
@@ -155,7 +161,7 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: HashStore) -> None
         connected = rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             _join(WORLD, start_timeout=allowing_for_others(1))
-        connected.result()[0].close()  # it was open until now
+        connected.result()[0].close()  # was open until now
 
 
 def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: HashStore) -> None:
@@ -179,7 +185,11 @@ def test_a_shared_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("store")
 def test_a_silent_host_is_named_if_a_heartbeat_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux tells one system call of the timeout; after it, a read finds the end of the data."""
+    """A silent host is named, also if the heartbeat gets the timeout and not the read.
+
+    Linux reports the timeout of a connection to only one system call. Later reads see the end of
+    the data.
+    """
     sent, ended, say = threading.Event(), threading.Event(), Mock()
     monkeypatch.setattr(process_lifetime, "exit_process", lambda _: ended.set())
     connection = Mock(**{"send_bytes.side_effect": OSError(errno.EHOSTUNREACH, "no route")})

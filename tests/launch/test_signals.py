@@ -1,4 +1,4 @@
-"""Signals that arrive while an error is reported: a launcher ends all ranks when one fails."""
+"""Signals during the report of an error, as from a launcher that ends all ranks when one fails."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_signal_while_an_error_is_reported_changes_nothing(
 
 
 def test_a_signal_between_the_error_and_its_report_is_dropped() -> None:
-    """The handler raises where the next handlers are being set."""
+    """A signal that arrives while the handlers for an error's report are set is dropped."""
 
     def interrupt(number: int, frame: object) -> None:  # noqa: ARG001
         raise Interrupted(number)

@@ -1,4 +1,4 @@
-"""The start of ranks: by torch.multiprocessing, with a deadline whatever blocks it."""
+"""Start of ranks by torch.multiprocessing, with a deadline, and with clear errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from svdpp.launch.worker_group import start_ranks
 
 
 class _AskedForError(Exception):
-    """Carries the start method, and ends the start before it makes a process."""
+    """Error with the name of the start method, raised before a process is started."""
 
 
 @pytest.mark.parametrize(("device", "method"), [("cpu", "forkserver"), ("cuda", "spawn")])
@@ -42,7 +42,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits of processes and of files that this process seems to have."""
+    """Limits for processes (11) and files (22) that the system seems to have."""
     soft = {resource.RLIMIT_NPROC: 11, resource.RLIMIT_NOFILE: 22}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], 100))
 
@@ -54,7 +54,7 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> None:
         (NO_PROCESS, r"temporarily unavailable \(limit: 11\)", {"limit": 11}),
         (NO_FILE, r"Too many open files \(limit: 22\)", {"limit": 22}),
         (NO_THREAD, r"start new thread \(limit: 11\)", {"limit": 11}),
-        # By a signal if an earlier test of this process has killed it.
+        # The message has a signal if an earlier test in this process has killed the fork server.
         (EOFError("unexpected EOF"), r"the fork server (has ended|was killed by SIG\w+)$", {}),
     ],
 )
@@ -105,7 +105,7 @@ def test_at_the_deadline_what_blocks_is_ended(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(start_deadline, "end_fork_server", lambda: os.close(writer))
     with pytest.raises(RankError, match="rank 0 never started within 0 s") as caught:  # noqa: SIM117
         with StartDeadline(0.2):
-            if not os.read(reader, 1):  # as Python's own wait for the server
+            if not os.read(reader, 1):  # Python waits for the server like this
                 raise EOFError
     os.close(reader)
     assert caught.value.details == {"rank": 0, "timeout_seconds": 0.2}

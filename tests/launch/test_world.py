@@ -1,4 +1,4 @@
-"""A launcher's world by its variables; the GPUs in CUDA's order, read without CUDA; backends."""
+"""World of a launcher from its variables; GPUs in CUDA's order, read without CUDA; backends."""
 
 from __future__ import annotations
 
@@ -69,7 +69,11 @@ def test_world_of_slurm() -> None:
 def test_all_tasks_agree_on_whether_hosts_have_equal_numbers(
     tasks: str, per_host: int | None
 ) -> None:
-    """With 4, 3 and 2 tasks, the second host has a third of all ranks, as if all were equal."""
+    """All tasks find the same answer to whether all hosts have equally many ranks.
+
+    With 4, 3 and 2 tasks, the second host has a third of the ranks, and could wrongly see equal
+    hosts.
+    """
     step = {**SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "0"}
     for host in range(3):
         world = find_world({**step, "SLURM_NODEID": str(host), "SLURM_STEP_TASKS_PER_NODE": tasks})
@@ -85,7 +89,7 @@ def test_torchrun_takes_precedence_inside_srun() -> None:
     "changes",
     [
         dict.fromkeys(SLURM),
-        {"SLURM_STEP_ID": None},  # a batch script: sbatch also sets SLURM_PROCID
+        {"SLURM_STEP_ID": None},  # in a batch script, where sbatch sets SLURM_PROCID too
         {"SLURM_NTASKS": None},
         {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
     ],
@@ -155,7 +159,7 @@ MIXED = ["A100", "H100", "A100", "A100"]
         ("1, 3", [1, 3]),
         ("", []),
         ("0,9,1", [0]),
-        ("GPU-a,0", []),  # two UUIDs have this prefix
+        ("GPU-a,0", []),  # ambiguous, because two UUIDs have this prefix
         ("1,1,2", [1]),
     ],
 )
@@ -217,7 +221,10 @@ def test_the_backend_follows_the_device_or_is_refused(
 def test_ranks_use_the_gpu_of_their_local_rank_or_the_only_one_they_see(
     monkeypatch: pytest.MonkeyPatch, visible: int, own: str
 ) -> None:
-    """Slurm with --gpus-per-task=1 shows each task its own GPU as cuda:0."""
+    """A rank uses the GPU of its local rank, or cuda:0 if it sees only one GPU.
+
+    With --gpus-per-task=1, Slurm shows each task only its own GPU.
+    """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     fourth = World(rank=3, local_rank=3, size=4, local_size=4)
     devices = [device_of_rank(device, fourth) for device in ("cuda", "cuda:0", "cpu")]
@@ -237,7 +244,7 @@ def test_too_few_gpus_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_leaving_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """ncclCommDestroy may wait for a peer without end."""
+    """The end of the process group has a deadline, because ncclCommDestroy may wait forever."""
     never = threading.Event()
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", never.wait)
@@ -262,7 +269,11 @@ def test_gloo_and_nccl_use_the_interface_that_is_chosen_or_leads_to_the_store(
 def test_a_name_that_leads_to_loopback_is_refused_between_hosts_but_nodes_of_one_machine_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Debian gives a host's own name 127.0.1.1; two agents can also run on one machine."""
+    """A host name that resolves to a loopback address is refused between hosts.
+
+    Debian resolves a host's own name to 127.0.1.1. An explicit loopback address is allowed, because
+    two agents can run on one machine.
+    """
     for peer in ("127.0.0.1", "localhost"):
         assert choose_interface(peer, spans_hosts=True, environment={}) in ("127.0.0.1", "::1")
     monkeypatch.setattr(process_group, "_address_towards", lambda _: "127.0.1.1")
