@@ -1,4 +1,4 @@
-"""What clips start from: untrusted images and videos, with defects of many kinds."""
+"""Input images and videos: formats, orientation, colours, and untrusted files with defects."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_orientation_is_applied_once(tmp_path: Path, format: str) -> None:
 
 
 def test_odd_exif_beside_the_rotation_does_no_harm(tmp_path: Path) -> None:
-    # XResolution as text: ImageOps.exif_transpose raises TypeError on it.
+    # The tag XResolution is a text, on which ImageOps.exif_transpose raises TypeError.
     entries = struct.pack("<HHI4s", 0x0112, 3, 1, b"\6\0\0\0")
     entries += struct.pack("<HHI4s", 0x011A, 2, 3, b"72\0\0")
     exif = b"Exif\0\0II*\0\x08\0\0\0\x02\0" + entries + bytes(4)
@@ -80,7 +80,7 @@ def test_odd_exif_beside_the_rotation_does_no_harm(tmp_path: Path) -> None:
 
 
 def filled(mode: str, colour: Any, dots: tuple[Any, ...] = ()) -> Image.Image:
-    """One colour; the first pixels have others."""
+    """Return an image of one colour, whose first pixels have the colours `dots`."""
     image = Image.new(mode, (20, 20), colour)
     for x, dot in enumerate(dots):
         image.putpixel((x, 0), dot)
@@ -91,7 +91,7 @@ def deep(value: float, dtype: Any) -> Image.Image:
     return Image.fromarray(np.full((20, 20), value, dtype))
 
 
-#: Pictures, their formats and options, and the first pixels of what is read.
+#: By name: image, file format, options to save it, and the first pixels that must be read.
 PIXELS: dict[str, tuple[Image.Image, str, dict[str, Any], list[tuple[int, ...]]]] = {
     "alpha": (
         filled("RGBA", (255, 0, 0, 0), ((0, 0, 255, 255), (0, 0, 0, 128))),
@@ -120,7 +120,11 @@ PIXELS: dict[str, tuple[Image.Image, str, dict[str, Any], list[tuple[int, ...]]]
 
 @pytest.mark.parametrize("name", PIXELS)
 def test_every_kind_of_picture_becomes_rgb_over_white(tmp_path: Path, name: str) -> None:
-    """Hidden colours vanish, deep grey is scaled, an animation gives its first frame."""
+    """Every kind of image is read as RGB over white.
+
+    Colours of transparent pixels vanish, 16-bit grey is scaled, and an animation gives its first
+    frame.
+    """
     image, format, options, expected = PIXELS[name]
     found = read(tmp_path, encoded(image, format, **options))
     assert [found.getpixel((x, 0)) for x in range(len(expected))] == expected
@@ -140,7 +144,10 @@ def test_truncated_files_are_refused(tmp_path: Path, format: str, part: float) -
 
 
 def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> None:
-    """Pillow by itself decodes some of these files to another picture."""
+    """A PNG with a flipped bit is refused, or gives the same image.
+
+    Pillow alone would decode some of these files to another image.
+    """
     good = encoded(gradient(), "PNG")
     for place in range(len(good)):
         data = bytearray(good)
@@ -153,7 +160,7 @@ def test_a_flipped_byte_in_a_png_never_changes_the_picture(tmp_path: Path) -> No
         assert image.tobytes() == gradient().tobytes()
 
 
-@pytest.mark.filterwarnings("error")  # Pillow's own warning about the size must not be printed
+@pytest.mark.filterwarnings("error")  # Pillow must not warn about the size
 @pytest.mark.parametrize(
     ("data", "words"),
     [
@@ -217,7 +224,7 @@ def test_inputs_are_expanded_and_keep_their_order(tmp_path: Path) -> None:
     mixed = [str(tmp_path / "last.dat"), str(folder / "c.tiff"), str(folder)]
     assert found(mixed) == [tmp_path / "last.dat", expected[2], *expected[:2]]
     (folder / "[ab].jpg").write_bytes(data)
-    literal = str(folder / "[ab].jpg")  # a literal name goes before a pattern
+    literal = str(folder / "[ab].jpg")  # an existing file name is not read as a pattern
     assert found([literal]) == [Path(literal)]
     Path(literal).unlink()
     assert found([literal]) == expected[:1]
@@ -286,7 +293,7 @@ def test_no_bytes_do_more_than_be_refused(data: bytes) -> None:
         assert len(image.tobytes()) == media_file.width * media_file.height * 3
 
 
-# Videos: the frames of a clip's input are those that ffmpeg decodes.
+# --- videos: a clip's input has the frames that ffmpeg decodes ------------------------------------
 
 SIZE = {"height": 32, "width": 48}
 
@@ -297,7 +304,7 @@ def sampling(**changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Seven frames of 96 x 64."""
+    """Video of seven frames of 96 x 64 pixels."""
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     index, y, x = np.mgrid[:7, :64, :96]
     frames = np.stack([x * 2, y * 3, x + y + index * 9], -1)
@@ -394,7 +401,7 @@ def test_a_video_beyond_the_limits_is_refused(clip: Path, tmp_path: Path) -> Non
     ffmpeg("-f", "lavfi", "-i", "color=s=640x32:d=0.2", narrow)
     with pytest.raises(InputError, match=r"narrow.mp4' is too narrow: 640x32"):
         video_frames.probe_video(narrow, 1, images.MAX_PIXELS)
-    ffmpeg("-i", clip, "-c:v", "qtrle", raw)  # none of the decoders that are used
+    ffmpeg("-i", clip, "-c:v", "qtrle", raw)  # a codec that svdpp does not use
     with pytest.raises(InputError, match=r"raw.mov' cannot be decoded as a video: "):
         video_frames.probe_video(raw, 5, images.MAX_PIXELS)
 
@@ -415,7 +422,7 @@ def test_videos_are_found_by_their_suffixes(clip: Path, tmp_path: Path) -> None:
         found([str(tmp_path / "empty")], 7)
 
 
-# --- files as people have them --------------------------------------------------------------------
+# --- files with misleading names or other formats -------------------------------------------------
 
 
 def _box(brand: bytes, *more: bytes) -> bytes:
@@ -444,7 +451,7 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
         images.read_image(path)
     assert words in caught.value.message
     assert hint in caught.value.hint
-    if b"isom" not in data:  # for a family that takes videos
+    if b"isom" not in data:  # as for a family that takes videos
         with pytest.raises(InputError) as caught:
             video_frames.probe_video(path, 5, images.MAX_PIXELS)
         assert words in caught.value.message
@@ -461,7 +468,10 @@ def test_an_avif_image_is_read_by_any_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["GIF", "WEBP", "PNG"])
 def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: str) -> None:
-    """diffusers' `load_video` reads a GIF likewise, whatever the time of each frame."""
+    """An animation is read as a video of its stored frames, however long each is shown.
+
+    diffusers' `load_video` reads a GIF in this way too.
+    """
     frames = [Image.new("RGB", (48, 32), (40 * index, 0, 255 - 40 * index)) for index in range(6)]
     path = tmp_path / "a"
     times = [100, 50, 100, 900, 20, 20]
@@ -483,7 +493,10 @@ def test_an_animation_is_a_video_of_its_stored_frames(tmp_path: Path, format: st
 
 
 def test_a_variable_frame_rate_repeats_and_drops_no_frame(clip: Path, tmp_path: Path) -> None:
-    """Frame n is shown at n * n / 16 seconds."""
+    """With a variable frame rate, each stored frame is read once.
+
+    Frame n is shown at n * n / 16 s.
+    """
     varied = tmp_path / "varied.mkv"
     times = ("-vf", "setpts=N*N/16/TB", "-fps_mode", "passthrough")
     ffmpeg("-i", clip, *times, "-c:v", "libx264", "-qp", "0", varied)
@@ -492,7 +505,7 @@ def test_a_variable_frame_rate_repeats_and_drops_no_frame(clip: Path, tmp_path: 
 
 
 def test_hdr_is_read_without_tone_mapping(clip: Path, tmp_path: Path) -> None:
-    """Its transfer function, PQ, changes no number."""
+    """An HDR video is read without tone mapping: its transfer function, PQ, changes no pixel."""
     frames = []
     for transfer in ("smpte2084", "bt709"):
         path = tmp_path / f"{transfer}.mkv"
@@ -507,7 +520,10 @@ def test_hdr_is_read_without_tone_mapping(clip: Path, tmp_path: Path) -> None:
 
 
 def test_a_cover_is_not_the_video(clip: Path, tmp_path: Path) -> None:
-    """In an mkv as a picture that is marked as one, and as a first stream that is not."""
+    """A cover image is not read as the video.
+
+    It is marked as a cover in an mp4, and is an unmarked first stream in an mkv.
+    """
     cover = tmp_path / "cover.jpg"
     cover.write_bytes(encoded(gradient(), "JPEG"))
     marked, plain = tmp_path / "marked.mp4", tmp_path / "plain.mkv"

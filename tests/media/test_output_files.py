@@ -1,4 +1,4 @@
-"""Files and folders are written completely or not at all."""
+"""Output files and folders, which are written completely or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clips on disk are written completely or not at all, and read back frame by frame."""
+"""Clips on disk: written completely or not at all, and read back frame by frame."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ODD_NAMES = [
 
 
 def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
-    """Different frames with saturated red, which shows a wrong colour matrix."""
+    """Return different frames with saturated red, which would reveal a wrong colour matrix."""
     index, y, x = np.mgrid[:count, :height, :width]
     pictures = np.stack([x * 0 + 230, y * 3, x * 2 + index * 8], -1)
     return pictures.clip(0, 255).astype(np.uint8)
@@ -73,7 +73,7 @@ def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
     write_clip(smooth(7), output, fps=7, metadata=METADATA, audio=(samples, rate))
     back, back_rate = read_audio(path)
     spectrum = np.abs(np.fft.rfft(back[:back_rate, 0].astype(float)))
-    assert spectrum.argmax() == 440  # in Hz, as it is one second
+    assert spectrum.argmax() == 440  # Hz, because the sound lasts one second
     assert len(read_frames(path, "mp4")) == 7
     assert read_metadata(path) == METADATA
 
@@ -99,11 +99,11 @@ def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
     command = [find_ffmpeg(), "-hide_banner", "-i", str(tmp_path / "x.mp4")]
     text = subprocess.run(command, capture_output=True, text=True).stderr
     assert "Video: h264" in text
-    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # matrix, primaries and transfer agree
+    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # short if all colour tags are bt709
     assert "7 fps" in text
     assert "Duration: 00:00:01.00" in text
     data = (tmp_path / "x.mp4").read_bytes()
-    assert data.index(b"moov") < data.index(b"mdat")  # faststart
+    assert data.index(b"moov") < data.index(b"mdat")  # the index comes first (faststart)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
     [
         ("echo first >&2; echo 'the cause' >&2; exit 3", "ffmpeg ended with 3: the cause"),
         ("echo what followed >&2; exit 228", "ffmpeg failed: No space left on device"),
-        ("kill -9 $$", "ffmpeg was ended by SIGKILL"),  # as by the kernel for lack of memory
+        ("kill -9 $$", "ffmpeg was ended by SIGKILL"),  # as when memory runs out
         ("cat > /dev/null", "the clip has no frames"),
         ("exec sleep 60", "ffmpeg did not end within 1 s"),
     ],
@@ -204,10 +204,10 @@ def test_an_ffmpeg_that_fails(
     fake.touch(0o755)
     fake.write_text(f"#!/bin/sh\n{body}\n")
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(fake))
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # and one for each of six frames
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # plus 1 s for each of six frames
     clip.write_text("old")
     with pytest.raises(OutputError) as caught:
-        write(clip, "mp4", noise(6, 256))  # more than a pipe's buffer
+        write(clip, "mp4", noise(6, 256))  # more than a pipe can hold
     assert cause in caught.value.message
     assert repr(str(clip)) in caught.value.message
     assert sorted(os.listdir(tmp_path)) == ["fake", "x.mp4"]
@@ -321,7 +321,7 @@ def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_metadata_of_any_length_come_back(tmp_path: Path, format: VideoFormat) -> None:
-    """Linux takes no argument above 128 KiB; this one has 180 KB of escapes."""
+    """Metadata are read back, even if they exceed 128 KiB, the limit of an argument in Linux."""
     path, metadata = (
         tmp_path / f"x_1{FORMAT_SUFFIXES[format]}",
         {"prompt": "\u6d77" * 30_000, "b": "=;#\\"},
@@ -343,7 +343,7 @@ def test_metadata_that_were_not_written_whole_take_no_place(
 def test_many_complaints_of_ffmpeg_do_not_block_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe holds 64 KiB, and ffmpeg waits for its reader."""
+    """A long stderr of ffmpeg does not block, although a pipe holds only 64 KiB."""
     fake = tmp_path / "fake"
     fake.touch(0o755)
     fake.write_text("#!/bin/sh\necho the cause >&2\nhead -c 3000000 /dev/zero >&2\nexit 3\n")

@@ -1,4 +1,4 @@
-"""Fixtures: tiny checkpoints, each saved once, a copy of SVD's to damage, and a hub."""
+"""Fixtures: tiny checkpoints that are saved once, a copy that tests may damage, and a hub."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], TinyModel]:
-    """The clip and the ranks of a case, whose checkpoint is saved."""
+    """Function that saves the checkpoint of a case, and returns a `TinyModel`."""
 
     def tiny_model(case: Case) -> TinyModel:
         folder = tmp_path_factory.mktemp(case.family)
@@ -37,7 +37,7 @@ def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
 
 @pytest.fixture(scope="session")
 def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], TinyModel]:
-    """Each case of test_registry.py by name, its checkpoint saved once, its ranks loaded once."""
+    """Function that returns the `TinyModel` of a case's name, always the same one for a name."""
     from tests.support.tiny_families import CASES
 
     return functools.cache(lambda name: tiny_model_of(CASES[name]))
@@ -45,20 +45,23 @@ def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], T
 
 @pytest.fixture
 def tiny(tiny_models: Callable[[str], TinyModel]) -> Path:
-    """SVD's."""
+    """Folder of the tiny checkpoint of SVD."""
     folder: Path = tiny_models("svd").checkpoint.folder
     return folder
 
 
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path) -> Path:
-    """A copy of SVD's."""
+    """Copy of the tiny checkpoint of SVD, which a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty hub cache, and a token that no message may contain."""
+    """Empty cache for the Hugging Face hub.
+
+    HF_TOKEN is set to a token that no message may contain.
+    """
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -68,7 +71,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:  # noqa: ARG001
-    """A hub on this machine, which the hub's library asks."""
+    """Hub on this machine, to which huggingface_hub sends its requests."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     huggingface_hub.close_session()
     with running_hub() as running:

@@ -1,4 +1,4 @@
-"""Ranks with an attention backend give the bits of diffusers' whole call with that backend."""
+"""Ranks with an attention backend give the bits of diffusers' `__call__` with that backend."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 MATH = "_native_math"
 FULL = (pytest.mark.slow, pytest.mark.full)
-#: Families whose denoisers call torch's attention themselves.
+#: Families whose denoisers call torch's attention directly, and so ignore backends.
 WITHOUT_BACKENDS = {"svd", "latte", "mochi", "allegro", "cogvideox", "cogvideox_v2v"}
 HEADS = Roles(encode=True, denoise=True, decode=True)
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Numbers of calls of the backends from now on, by name."""
+    """Number of calls of each attention backend during the test, by name."""
     counts: dict[str, int] = {}
 
     def counted(name: AttentionBackendName, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @pytest.fixture(autouse=True)
 def _nothing_leaks() -> Iterator[None]:
-    """The default of the process is the same before and after each test."""
+    """Check that a test does not change the process's default backend."""
     before = _AttentionBackendRegistry.get_active_backend()[0]
     yield
     assert _AttentionBackendRegistry.get_active_backend()[0] is before
@@ -89,7 +89,10 @@ def with_backend(tiny: TinyModel, name: str = MATH) -> ModelConfig:
 def test_every_cut_gives_the_bits_of_the_whole_call(
     tiny_models: TinyModels, calls: dict[str, int], name: str
 ) -> None:
-    """LTX-2 also computes attention in its encode, on a rank that has no denoiser."""
+    """A clip that is cut after any step has the bits of the whole `__call__` with the backend.
+
+    LTX-2 computes attention also in its encode, on a rank without a denoiser.
+    """
     tiny = tiny_models(name)
     model, request = with_backend(tiny), tiny.request()
     expected = whole_clip(model, tiny.sampling, request, tiny.source)
@@ -108,7 +111,10 @@ def test_every_cut_gives_the_bits_of_the_whole_call(
 def test_a_plain_script_with_the_backend_gives_the_same_bits(
     tiny_models: TinyModels, name: str
 ) -> None:
-    """In a script the backend of the denoiser is also that of LTX-2's text connectors."""
+    """A plain diffusers script that sets the backend of the denoisers gives the same frames.
+
+    In a script, LTX-2's text connectors use the denoiser's backend too.
+    """
     tiny = tiny_models(name)
     request = tiny.request()
     ours = whole_clip(with_backend(tiny), tiny.sampling, request, tiny.source)[1]
@@ -127,7 +133,10 @@ def test_a_plain_script_with_the_backend_gives_the_same_bits(
 def test_models_of_one_process_keep_their_own_backends(
     tiny_models: TinyModels, calls: dict[str, int]
 ) -> None:
-    """Also while another one with a backend is loaded, and of ranks and reference alike."""
+    """A model keeps its own backend, even after a model with another backend is loaded.
+
+    This holds for models of ranks and for the reference.
+    """
     tiny = tiny_models("wan")
     plain = Reference(tiny.checkpoint, tiny.model, "cpu", from_image=False)
     before = run_reference(plain, tiny.sampling, tiny.request())
@@ -141,7 +150,10 @@ def test_models_of_one_process_keep_their_own_backends(
 @pytest.mark.slow
 @pytest.mark.full
 def test_families_without_backends_are_refused(tiny_models: TinyModels) -> None:
-    """diffusers' `set_attention_backend` does nothing to their denoisers, and says nothing."""
+    """Families whose denoisers ignore backends are refused.
+
+    diffusers' `set_attention_backend` would have no effect on them, without any message.
+    """
     refused = {}
     for family, name in FIRST.items():
         with suppress(RequestError):
@@ -181,7 +193,7 @@ def test_the_demo_model_is_refused_before_its_weights_are_read() -> None:
 def test_backends_that_cannot_be_used_are_named(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch, name: str, words: str, hint: str
 ) -> None:
-    """Before any weight: the folder's are not read."""
+    """Backends that cannot be used are refused with a reason, before any weight is read."""
     monkeypatch.setattr(attention_dispatch, "_CAN_USE_SAGE_ATTN", False)
     monkeypatch.setattr(attention_dispatch, "_CAN_USE_XFORMERS_ATTN", False)
     tiny = tiny_models("wan")
@@ -195,7 +207,10 @@ def test_backends_that_cannot_be_used_are_named(
 def test_a_backend_of_the_environment_is_refused(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers would use it for all models, and no clip would record it."""
+    """A backend in DIFFUSERS_ATTN_BACKEND is refused, unless the model asks for the same one.
+
+    diffusers would use it for all models, and no clip's JSON would have it.
+    """
     tiny = tiny_models("wan")
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", MATH)
     for model in (tiny.model, with_backend(tiny, "native")):
@@ -207,7 +222,7 @@ def test_a_backend_of_the_environment_is_refused(
     resolve(tiny.model, tiny.sampling)
 
 
-# --- its bits ------------------------------------------------------------------------------------
+# --- bits of backends ----------------------------------------------------------------------------
 
 
 def config_with(name: str | None, folder: Path) -> PipelineConfig:

@@ -1,4 +1,4 @@
-"""Finding and loading a checkpoint: each defect is named, most before any weight is read."""
+"""Checkpoints: how they are found and loaded, and errors that name each defect."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Change = Callable[[Path], Any]
 
 
 def error_of(name: str | Path, **options: Any) -> ModelError:
-    """The error for checkpoint `name`; checks what every such error must have."""
+    """Return the error for checkpoint `name`, after checks that hold for every such error."""
     with pytest.raises(ModelError) as caught:
         find_checkpoint(ModelConfig(name=str(name), **options))
     error = caught.value
@@ -69,7 +69,7 @@ def config(part: str, **changes: Any) -> Change:
 
 
 def instead(name: str, make: Change = lambda _: None) -> Change:
-    """Replaces a file by what `make` creates, by default by nothing."""
+    """Return a change that removes a file, and then calls `make` with its path."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -201,14 +201,17 @@ INT8 = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": VALUES}
         ({**INT8, "_version": 1}, {}),
         ({**INT8, "_data": {**VALUES, "x": 1}}, {}),
         ({**INT8, "_data": {**VALUES, "granularity": {"_type": "quantize_", "_data": {}}}}, {}),
-        (INT8, {"load_in_8bit": True}),  # diffusers would take this one for bitsandbytes
+        (INT8, {"load_in_8bit": True}),  # diffusers would read it as bitsandbytes
         (INT8, {"modules_to_not_convert": [1]}),
     ],
 )
 def test_denoisers_that_torchao_quantised_in_another_way_are_refused(
     folder: Path, kind: Any, further: dict[str, Any]
 ) -> None:
-    """torchao creates an object of any class of its modules that the config names."""
+    """Denoisers that TorchAO quantised in any other way are refused.
+
+    TorchAO would create an object of any of its classes that the config names.
+    """
     config = {"quant_method": "torchao", "quant_type": {"default": kind}, **further}
     edit_json(folder / CONFIG, quantization_config=config)
     error = error_of(folder)
@@ -262,11 +265,14 @@ def test_any_json_gives_a_header_or_an_error(tmp_path: Path, entries: dict[str, 
     assert len(message) < 400
 
 
-# A rank loads the components it needs, with the same bits as diffusers' own pipeline.
+# --- a rank loads the components that it needs, with the bits of diffusers' own pipeline ---------
 
 
 def parts_of(folder: Path, roles: str = "EXD", **options: Any) -> dict[str, Any]:
-    """Loads the parts for roles given as letters: E encode, X denoise, D decode."""
+    """Load the components for some roles: E for encode, X for denoise, D for decode.
+
+    Return the components that have weights, by name.
+    """
     model = ModelConfig(name=str(folder), **options)
     held = Roles(encode="E" in roles, denoise="X" in roles, decode="D" in roles)
     checkpoint = find_checkpoint(model)
@@ -309,7 +315,11 @@ def test_a_rank_loads_only_what_its_roles_need(
 def test_a_component_without_the_variant_is_read_without_it(
     folder: Path, tiny: Path, is_sharded: bool
 ) -> None:
-    """As in diffusers; with shards, by the names that diffusers gave them before 2025."""
+    """A component without files of the requested variant is read from its plain files, as in
+    diffusers.
+
+    Shards have the names that diffusers gave them before 2025.
+    """
     if is_sharded:
         tensors = load_file(folder / UNET)
         keys, stem = sorted(tensors), "diffusion_pytorch_model"
@@ -358,7 +368,7 @@ def test_finding_needs_no_torch() -> None:
 
 
 def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
-    """Changes one tensor of a file; None removes it."""
+    """Return a change of one tensor of a file. None removes the tensor."""
 
     def change(folder: Path) -> None:
         weights = {**load_file(folder / file), name: tensor}

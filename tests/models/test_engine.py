@@ -1,4 +1,4 @@
-"""What the engine loads, keeps between clips, packs and refuses; test_registry.py has the bits."""
+"""Engine: what it loads, keeps between clips, packs and refuses. test_registry.py has the bits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ SVD, T2V, I2V, WAN_5B = "svd", "wan", "wan-2.1-image", "wan-5b-unguided"
 LTX, LTX_TIMESTEP = "ltx", "ltx-timestep"
 HUNYUAN, KANDINSKY = "hunyuan-video-image", "kandinsky5"
 CPU = torch.device("cpu")
-#: Clips whose pipelines change the latent after their last step, and one without a callback.
+#: Cases in which `output_type="latent"` gives another latent than the last step, because the
+#: pipeline changes the latent afterwards or has no callback.
 CHANGED = (
     *("wan-5b-image", "wan-animate", "wan-replace", "kandinsky5-image", "ltx2", "framepack"),
     *("ltx2-condition-last-image", "ltx-condition", "ltx-condition-image", "ltx2-in-context"),
@@ -56,12 +57,12 @@ RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 
 @pytest.fixture
 def wan(tiny_models: TinyModels) -> TinyModel:
-    """Wan with two experts."""
+    """Tiny Wan with two experts."""
     return tiny_models(T2V)
 
 
 def encoder(tiny_model: TinyModel, **changes: Any) -> EngineModel:
-    """A rank of its own that encodes."""
+    """Return a newly loaded model that encodes."""
     return ranks(tiny_model.checkpoint, replace(tiny_model.sampling, **changes))(0, 0)
 
 
@@ -69,7 +70,7 @@ def half_done(tiny_model: TinyModel) -> Tensors:
     return tiny_model.rank_for(0, 2).denoise(tiny_model.encode(tiny_model.request()), 0, 2, nothing)
 
 
-# What is loaded and kept.
+# --- what is loaded and kept ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shard_size", ["5GB", "20KB"])
@@ -180,7 +181,7 @@ def test_an_image_and_a_timestep_need_a_generator_on_the_device(tiny_models: Tin
         assert ltx_generator_device(tiny_models(name).checkpoint, sampling, "cuda") == device
 
 
-# What a packet holds.
+# --- contents of packets -------------------------------------------------------------------------
 
 
 def test_values_come_back_with_their_order_in_memory() -> None:
@@ -188,13 +189,13 @@ def test_values_come_back_with_their_order_in_memory() -> None:
     tensor = torch.arange(12.0).view(3, 4).t()
     value = {"a": (tensor, None, [True, 2.5]), "b": tensor, "c": "text"}
     node = json.loads(json.dumps(packer.pack(value, "x")))
-    assert list(packer.tensors) == ["x.a.0"]  # the tensor is in both places
+    assert list(packer.tensors) == ["x.a.0"]  # one tensor, although it is in two places
     back = unpack(node, packer.tensors, CPU)
     assert (back["a"][1:], back["c"]) == ((None, [True, 2.5]), "text")
     for each in (back["a"][0], back["b"]):
         assert torch.equal(each, tensor)
         assert each.stride() == tensor.stride()
-    made = zeros_for(node["items"]["b"], CPU)  # of the predictions of a pair
+    made = zeros_for(node["items"]["b"], CPU)  # placeholder for a pair's prediction
     assert (made.shape, made.stride()) == (tensor.shape, tensor.stride())
     with pytest.raises(ModelError, match=r"x\.a, a set"):
         packer.pack({"a": {1}}, "x")
@@ -206,7 +207,7 @@ def test_a_structure_names_no_class_but_outputs_of_the_libraries(name: str) -> N
         unpack({"kind": "output", "class": name, "items": {}}, {}, CPU)
 
 
-# What is refused.
+# --- what is refused -----------------------------------------------------------------------------
 
 
 def test_draws_from_the_global_generator_are_refused(
@@ -379,7 +380,10 @@ def test_sound_needs_a_denoiser_that_makes_it(tiny_models: TinyModels, tmp_path:
 
 
 def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
-    """A processor of text and images takes images first: a URL is fetched, a path is opened."""
+    """A prompt that is a URL or a path is read as a text.
+
+    A processor of text and images would take it for an image, and fetch the URL or open the path.
+    """
     tiny_model = tiny_models(KANDINSKY)
     for prompt in ("http://127.0.0.1:9/a.png", __file__, "the sea at night"):
         tiny_model.encode(tiny_model.request(prompt))
@@ -392,7 +396,9 @@ def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
 def test_small_checkpoints_have_the_classes_of_published_ones(
     tiny_models: TinyModels, name: str
 ) -> None:
-    """Those that the constructor of diffusers' pipeline names, or classes below them."""
+    """Components of tiny checkpoints have the classes that diffusers' pipeline names, or
+    subclasses.
+    """
     checkpoint, case = tiny_models(name).checkpoint, CASES[name]
     pipeline = getattr(diffusers, checkpoint.spec.pipeline(case.image))
     if checkpoint.spec.modular is None:
@@ -402,7 +408,7 @@ def test_small_checkpoints_have_the_classes_of_published_ones(
         pipe, annotations = pipeline(), {}
         for leaf, _ in leaf_blocks(pipe._blocks):
             for each in leaf.expected_components:
-                # the blocks of Wan 2.2 VACE name two classes of denoisers
+                # a union, because the blocks of Wan 2.2 VACE name two classes of denoisers
                 if each.name in pipe.pretrained_component_names:
                     known = annotations.get(each.name, each.type_hint)
                     annotations[each.name] = known | each.type_hint
@@ -442,7 +448,7 @@ def test_the_script_of_the_manual_gives_the_recorded_hash(
     ours = tensor_sha256(latents[-1])
     assert known["latents_sha256"](reference.pipe, **call_arguments(*given)) == ours
     if tiny_model.is_modular:
-        return  # some decode the latent whatever `output_type` is
+        return  # some modular pipelines ignore `output_type`
     plain = reference.pipe(**call_arguments(*given), output_type="latent", return_dict=False)[0]
     is_changed = isinstance(plain, list) or tensor_sha256(plain) != ours
     assert is_changed == (name in CHANGED)

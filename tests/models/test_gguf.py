@@ -1,4 +1,4 @@
-"""Ranks with a denoiser of a GGUF file give the bits of diffusers' whole call with that file."""
+"""Ranks with a denoiser from a GGUF file give the bits of diffusers' `__call__` with that file."""
 
 from __future__ import annotations
 
@@ -52,13 +52,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="session")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wan with two experts, whose layers have whole blocks of 32 numbers."""
+    """Tiny Wan with two experts. The width of its layers is a multiple of 32, the block size of
+    GGUF.
+    """
     return save_tiny("wan", tmp_path_factory.mktemp("wan"), width=4, boundary_ratio=0.875)
 
 
 @pytest.fixture(scope="session")
 def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """LTX-Video, likewise."""
+    """Tiny LTX-Video with layers of such a width."""
     torch.manual_seed(0)
     transformer = diffusers.LTXVideoTransformer3DModel(
         **{"in_channels": 8, "out_channels": 8, "num_layers": 1, "caption_channels": 16},
@@ -68,7 +70,10 @@ def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_with(folder: Path, *files: Path, dtype: Any = "fp32", **more: Any) -> ModelConfig:
-    """A model with a file for its denoiser, or for each of its experts, by the files' names."""
+    """Return a model whose denoisers are GGUF files.
+
+    Files named `high` and `low` are for experts.
+    """
     experts = {"high": "high", "low": "low"}
     denoisers = [Denoiser(name=str(each), expert=experts.get(each.stem)) for each in files]  # type: ignore[arg-type]
     return ModelConfig(name=str(folder), denoisers=tuple(denoisers), dtype=dtype, **more)
@@ -82,7 +87,10 @@ def sampling_of(folder: Path) -> Any:
 def manual(
     folder: Path, files: dict[str, Path], dtype: str = "fp32", tiny: TinyModel | None = None
 ) -> Any:
-    """Latents and frames of the whole call, with denoisers loaded as diffusers' manual says."""
+    """Make a clip with diffusers, whose denoisers are loaded from files as its manual says.
+
+    Return what `run_reference` returns.
+    """
     plain: Any = ModelConfig(name=str(folder), dtype=dtype)  # type: ignore[arg-type]
     checkpoint = tiny.checkpoint if tiny else read_folder(folder)
     is_from_image = tiny is not None and tiny.source is not None
@@ -142,7 +150,7 @@ def test_files_with_the_names_of_authors_and_of_diffusers_are_read(
     ],
 )
 def test_blocks_of_256_numbers_are_read(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    """The types of most published files; the package gguf cannot write them."""
+    """Types with blocks of 256 numbers are read, which most published files have."""
     folder = save_tiny("wan", tmp_path / "wan", width=32, boundary_ratio=0.875)
     high = save_gguf(folder, tmp_path / "high.gguf", kinds[0])
     low = save_gguf(folder, tmp_path / "low.gguf", kinds[1], part="transformer_2")
@@ -166,7 +174,11 @@ def test_blocks_of_256_numbers_are_read(tmp_path: Path, kinds: tuple[str, str]) 
 def test_every_family_that_takes_files_has_the_bits_of_diffusers(
     tiny_models: TinyModels, tmp_path: Path, name: str
 ) -> None:
-    """With BF16, which layers of every width can have, and which is dequantised as the others."""
+    """Every family that takes GGUF files gives the bits of diffusers.
+
+    The files are of type BF16, which is possible for layers of any width, and is dequantised like
+    other types.
+    """
     tiny = tiny_models(name)
     folder = tiny.checkpoint.folder
     file = save_gguf(folder, tmp_path / "x.gguf", "BF16", is_original=False)
@@ -228,7 +240,7 @@ def test_its_memory_is_that_of_its_bytes_and_of_one_dequantised_layer(
     assert quantised.weight_bytes == sum(each.nbytes for each in held)
     assert quantised.weight_bytes < plain.weight_bytes / 3
     largest = max(math.prod(each.weight.quant_shape) for each in _linear(module))
-    # The layer in float16 and in float32, which it becomes.
+    # A layer is dequantised to float16, and then converted to float32, so both count.
     assert quantised.activation_bytes > plain.activation_bytes
     assert quantised.activation_bytes >= (2 + 4) * largest
     bad = model_with(wan, save_gguf(wan, tmp_path / "bad" / "high.gguf", change=without(Q_LAYER)))
@@ -272,7 +284,10 @@ def with_tensor(name: str, array: Any, kind: str = "F32") -> Callable[[dict[str,
 def test_tensors_that_are_not_those_of_the_denoiser_are_named_before_the_load(
     wan: Path, tmp_path: Path, change: Any, words: str
 ) -> None:
-    """diffusers leaves missing ones without data, and only warns of unknown ones."""
+    """A file whose tensors do not fit the denoiser is refused before the load.
+
+    diffusers would leave missing tensors without data, and only warn of unknown ones.
+    """
     model = model_with(wan, save_gguf(wan, tmp_path / "high.gguf", change=change))
     with pytest.raises(ModelError, match=words) as caught:
         ranks(find_checkpoint(model), sampling_of(wan), model=model)(0, 1)
@@ -308,7 +323,10 @@ def test_what_is_no_such_file_is_refused(ltx: Path, tmp_path: Path) -> None:
 
 
 def test_every_truncated_header_and_every_huge_count_is_refused(tmp_path: Path) -> None:
-    """Within bounds: the package gguf would read a count of 2^63 elements one by one."""
+    """Truncated headers and huge counts are refused quickly.
+
+    The package gguf would read a count of 2^63 elements one by one.
+    """
     file = tmp_path / "x.gguf"
     write_gguf(file, {"a": (np.ones((2, 32), "f"), "Q8_0"), "b": (np.ones(3, "f"), "F32")})
     content = file.read_bytes()
@@ -325,7 +343,7 @@ def test_every_truncated_header_and_every_huge_count_is_refused(tmp_path: Path) 
             read_gguf_header(file)
     for start in range(4, end):
         file.write_bytes(content[:start] + b"\xff" * 8 + content[start + 8 :])
-        with suppress(ModelError):  # in the name of a tensor they may be harmless
+        with suppress(ModelError):  # in a tensor's name, the bytes may be valid
             assert read_gguf_header(file).keys() >= {"b"}
 
 
@@ -358,12 +376,12 @@ def test_the_types_are_those_that_diffusers_reads() -> None:
     plain = {gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16}
     assert kinds.keys() == {*SUPPORTED_GGUF_QUANT_TYPES, *plain}
     others = {kind: kind.name for kind in gguf.GGMLQuantizationType if kind not in kinds}
-    assert OTHER_TYPES.items() <= others.items()  # a later package may know more
+    assert OTHER_TYPES.items() <= others.items()  # a later version of gguf may have more types
 
 
 def test_the_rows_say_which_denoisers_diffusers_loads() -> None:
     for spec in FAMILY_SPECS.values():
-        if spec.modular is not None:  # no test has cut a modular pipeline with such a denoiser
+        if spec.modular is not None:  # not tested with modular pipelines
             assert not spec.gguf
             continue
         cls = getattr(diffusers, spec.denoiser)
@@ -373,7 +391,7 @@ def test_the_rows_say_which_denoisers_diffusers_loads() -> None:
 def test_denoisers_that_a_model_cannot_load_are_refused(
     tiny_models: TinyModels, wan: Path, ltx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before the files are looked for: there are none of these names."""
+    """GGUF files for a model that cannot use them are refused, before the files are searched."""
     for model, names, words in (
         ("demo", ["x"], "diffusers loads no UNetSpatioTemporalConditionModel from a GGUF file"),
         (tiny_models("latte").checkpoint.folder, ["x"], "diffusers loads no LatteTransformer3DM"),

@@ -1,4 +1,4 @@
-"""Hashes of whole files: each file is read once, and again when anything of it has changed."""
+"""Hashes of whole files: a file is read only once, and again after a change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.range_checks import read_folder
 
 @pytest.fixture(autouse=True)
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were read; the cache is a new one."""
+    """Names of the files that were hashed during the test. The cache of hashes is new."""
     digest, names = hashlib.file_digest, []
 
     def file_digest(file: object, name: str) -> object:
@@ -30,7 +30,7 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in another process."""
+    """Forget the hashes in memory, as in a new process."""
     monkeypatch.setattr(hashes, "_known", None)
 
 
@@ -45,7 +45,7 @@ def test_a_file_is_read_again_only_after_a_change(
     assert file_sha256(path) == expected
     assert read == ["a"]
     times = path.stat()
-    path.write_bytes(b"other")  # of the same size, and with the same modification time
+    path.write_bytes(b"other")  # with the same size and modification time
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert file_sha256(path) == hashlib.sha256(b"other").hexdigest()
     assert read == ["a", "a"]
@@ -84,7 +84,7 @@ def test_a_weight_that_the_fingerprint_does_not_sample_changes_a_files_hash(fold
         "vae/diffusion_pytorch_model.safetensors",
     ]
     data = bytearray(weights.read_bytes())
-    data[-1] ^= 1  # the last byte of a tensor; samples are from the middle
+    data[-1] ^= 1  # fingerprints sample only the middle of a tensor
     weights.write_bytes(data)
     after = read_folder(folder).file_hashes()
     assert [name for name in before if before[name] != after[name]] == [sorted(before)[1]]

@@ -1,4 +1,4 @@
-"""Downloads from the hub: the hub's own library, a cache, and a server on this machine."""
+"""Downloads from the Hugging Face hub, with huggingface_hub, a cache, and a local server."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_hub_answers_with_an_error(
     ("failure", "cause"),
     [
         (OSError(28, "No space left on device", "/cache/blob"), "No space left on"),
-        (RuntimeError(f"https://user:{TOKEN}@host"), "RuntimeError"),  # of hf_xet
+        (RuntimeError(f"https://user:{TOKEN}@host"), "RuntimeError"),  # an error of hf_xet
     ],
 )
 def test_a_failure_while_downloading(
@@ -119,7 +119,7 @@ def test_only_configs_are_downloaded_without_weights(
 
 @pytest.mark.usefixtures("cache")
 def test_a_plan_without_a_network_asks_for_configs_alone() -> None:
-    """Of a model of 126 GB, of which `plan --memory` reads a few megabytes."""
+    """Without a network, `plan --memory` asks only for configs: a few megabytes, not 126 GB."""
     with pytest.raises(ModelError, match="not fully cached") as caught:
         find_checkpoint(ModelConfig(name="org/tiny", local_files_only=True), weights=False)
     assert "hf download org/tiny --include 'model_index.json'" in caught.value.hint
@@ -128,7 +128,7 @@ def test_a_plan_without_a_network_asks_for_configs_alone() -> None:
 
 
 PARTS = ("text_encoder", "transformer", "transformer_2", "vae")
-#: Four ranks; the first two steps are those of the first expert.
+#: Configuration of four ranks. The first two of four steps belong to the first expert.
 CONFIG = PipelineConfig(
     world_size=4,
     parallel=ParallelConfig(split="balanced"),
@@ -139,7 +139,7 @@ CONFIG = PipelineConfig(
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wan's files, and others in other formats that a repository often has."""
+    """Files of a tiny Wan, and files in other formats that many repositories have too."""
     folder = tmp_path_factory.mktemp("wan") / "wan"
     save_tiny_wan(folder, boundary_ratio=0.875, max_shard_size="30KB")
     for path in list(folder.rglob("*.safetensors")):
@@ -159,13 +159,13 @@ def wan(hub: type[Hub], repository: Path) -> type[Hub]:
 
 
 def _in_use(folder: Path, parts: Iterable[str]) -> set[str]:
-    """The weight files of `parts` in the form that diffusers and transformers read."""
+    """Return the weight files of `parts` that diffusers and transformers read."""
     paths = (path for part in parts for path in (folder / part).glob("*.safetensors*"))
     return {f"{path.parent.name}/{path.name}" for path in paths if ".fp16" not in path.name}
 
 
 def _on_host(host: int) -> World:
-    """The first rank of one of two hosts."""
+    """Return the world of the first rank on a host, with two hosts of two ranks each."""
     return World(rank=2 * host, local_rank=0, size=4, local_size=2, host=host, num_hosts=2)
 
 
@@ -182,7 +182,7 @@ def test_a_host_downloads_what_its_ranks_need(
     load_engine_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
     check_memory(config, checkpoint, roles)
 
-    resolve_config(config.single_rank())  # the reference, or one host
+    resolve_config(config.single_rank())  # for the reference, or for a single host
     assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, PARTS)
 
 
@@ -200,7 +200,7 @@ def test_a_cache_that_is_partly_filled_and_no_network(
     resolve_config(CONFIG, world=_on_host(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
-    fetch_snapshot.cache_clear()  # as in another process
+    fetch_snapshot.cache_clear()  # as in a new process
     wan.requested.clear()
     resolve_config(CONFIG, world=_on_host(0))
     with pytest.raises(ModelError) as caught:

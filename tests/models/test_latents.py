@@ -1,4 +1,4 @@
-"""The latent that a receiver expects of each family, against that which the ranks make."""
+"""Tensors that a receiver expects of each family, compared with those that ranks make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.tiny_families import CASES, chosen
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 EULER: dict[str, Any] = {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)}
-#: Families of two schedulers, of which the cases have the other one.
+#: Cases with Euler's scheduler, for families whose other cases have another scheduler.
 STEPPED = {
     "wan-image-euler": Case("wan", size(32, 32, 5), image=True, changes=EULER),
     "wan-vace-image-euler": Case("wan_vace", size(32, 32, 9), image=True, changes=EULER),
@@ -45,7 +45,7 @@ def test_each_step_gives_the_expected_tensors_with_another_scheduler(
 def _check(tiny_model: TinyModel, case: Case) -> None:
     tiny_model = replace(
         tiny_model, model=replace(tiny_model.model, dtype="bf16")
-    )  # beside which float32 shows
+    )  # so that tensors in float32 differ from it
     packet = tiny_model.encode(tiny_model.request(negative_prompt=case.negative))
     for step in range(tiny_model.steps + 1):
         check_expected_tensors(tiny_model.rank_for, tiny_model.steps, step, packet)

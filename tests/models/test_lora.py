@@ -1,4 +1,4 @@
-"""Ranks with LoRAs give the bits of diffusers' whole call with the same LoRAs."""
+"""Ranks with LoRAs give the bits of diffusers' `__call__` with the same LoRAs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "moc
 
 
 def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
-    """Two for a denoiser, or one for each of two experts; different weights."""
+    """Save and return two LoRAs with different weights, one for each expert if there are two."""
     second = "transformer_2" if family == "wan" else "transformer"
     experts: Any = ("high", "low") if family == "wan" else (None, None)
     files = [
@@ -89,7 +89,10 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
 
 
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
-    """Latents and frames of the whole call; the LoRAs are loaded as diffusers' manual says."""
+    """Make a clip with diffusers, with LoRAs loaded as its manual says.
+
+    Return what `run_reference` returns.
+    """
     model = ModelConfig(name=str(folder))
     reference = Reference(read_folder(folder), model, "cpu", from_image=False)
     pipe, names = reference.pipe, [f"adapter{index}" for index in range(len(loras))]
@@ -101,8 +104,8 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
     return run_reference(reference, sampling, request)
 
 
-#: Sets of LoRAs of clips that follow each other on the same ranks, as places in a list: A, B, none,
-#: both in the other order, others in whose place A is unloaded, and A again.
+#: Sets of LoRAs for clips that the same ranks make one after the other, as indices: A, B, none,
+#: both in the other order, three others, for which A is unloaded, and A again.
 SETS = ((0,), (1,), (), (1, 0), (2, 3, 4), (0,))
 
 
@@ -111,7 +114,10 @@ SETS = ((0,), (1,), (), (1, 0), (2, 3, 4), (0,))
 def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
     tiny_models: TinyModels, tmp_path: Path, name: str, has_model_lora: bool
 ) -> None:
-    """Of two experts both switch; a LoRA of the model stays active."""
+    """Clips with different LoRAs on the same ranks have the bits of fresh pipelines.
+
+    Both experts switch their LoRAs, and a LoRA of the model itself stays active.
+    """
     tiny_model = tiny_models(name)
     folder, sampling, request = (
         tiny_model.checkpoint.folder,
@@ -150,7 +156,7 @@ def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
 
 def test_the_rows_say_which_pipelines_load_loras() -> None:
     for spec in FAMILY_SPECS.values():
-        if spec.modular is not None:  # no test has cut a modular pipeline with a LoRA
+        if spec.modular is not None:  # not tested with modular pipelines
             assert not spec.loras
             continue
         for name in filter(None, (spec.text_pipeline, spec.image_pipeline)):
@@ -194,7 +200,7 @@ def test_loras_that_a_model_cannot_load_are_refused(
 
 
 def _changed(folder: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> Lora:
-    """A LoRA of the first expert whose file lacks tensors, which are None, or has other ones."""
+    """Save a LoRA for the first expert, with changed tensors. None removes a tensor."""
     file = save_tiny_lora(folder, tmp_path / name, seed=1)
     tensors = {**load_file(file), **changes}
     save_file({key: each for key, each in tensors.items() if each is not None}, file)
@@ -217,7 +223,10 @@ SECOND_FACTOR = "transformer.blocks.0.attn1.to_q.lora_B.weight"
 def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
     tiny_models: TinyModels, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """Before a rank starts: diffusers leaves the missing factor uninitialised."""
+    """A LoRA file is refused before a rank starts if diffusers would ignore or invent a tensor.
+
+    diffusers leaves a missing factor uninitialised.
+    """
     folder = tiny_models("wan").checkpoint.folder
     with pytest.raises(ModelError, match=words) as caught:
         _find(folder, _changed(folder, tmp_path, "x.safetensors", changes))
@@ -225,7 +234,7 @@ def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
 
 
 def test_a_file_that_asks_for_dropout_is_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
-    """diffusers would drop random values of the adapter in each step of a clip."""
+    """A LoRA file with dropout is refused. diffusers would apply the dropout in each step."""
     folder = tiny_models("wan").checkpoint.folder
     file = save_tiny_lora(folder, tmp_path / "x.safetensors", seed=1)
     tensors, lora = load_file(file), Lora(name=str(file), expert="high")
@@ -285,7 +294,10 @@ def test_tensors_that_have_no_place_in_the_denoiser_are_refused(
 def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """As of a LoRA for Wan 2.1 from an image on Wan 2.2, which has no image encoder."""
+    """Tensors for components that the model lacks are listed as ignored.
+
+    An example is a LoRA for Wan 2.1 image-to-video on Wan 2.2, which has no image encoder.
+    """
     tiny_model = tiny_models("wan")
     parts = ("blocks.0.attn2.add_k_proj", "blocks.0.attn2.add_v_proj")
     factors = {
@@ -312,7 +324,7 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     assert begin == "'more.safetensors': 6 tensors are ignored"
     assert {*parts.split(", ")} == {f"{part} (2)" for part in ignored}
     assert files[1].remark == ""
-    # The clip's JSON lists them, and `verify` reads that.
+    # The clip's JSON lists the ignored tensors, and `verify` can read such a JSON.
     config = PipelineConfig(
         world_size=1, model=tiny_model.model, sampling=tiny_model.sampling, num_threads=1
     )
@@ -384,7 +396,7 @@ def test_weights_and_the_lora_of_another_model_are_refused(
 def test_a_lora_that_fits_no_weight_is_refused_before_one_is_loaded(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """With the names and shapes of both."""
+    """A LoRA whose shapes do not fit is refused before a weight is loaded, with both shapes."""
     tiny_model = tiny_models("wan")
     factors = {FIRST_FACTOR: torch.ones(2, 7), SECOND_FACTOR: torch.ones(24, 2)}
     lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
@@ -397,7 +409,10 @@ def test_a_lora_that_fits_no_weight_is_refused_before_one_is_loaded(
 def test_memory_counts_as_many_loras_of_clips_as_a_rank_keeps(
     tiny_models: TinyModels, tmp_path: Path
 ) -> None:
-    """The largest ones, of the expert with more; besides those of the model."""
+    """Memory estimates count as many of the clips' LoRAs as a rank keeps, the largest ones.
+
+    They take the expert with more LoRAs, and add the LoRAs of the model itself.
+    """
     folder = tiny_models("wan").checkpoint.folder
     sizes, files = [], []
     for number in range(CLIP_LORAS_KEPT + 2):

@@ -1,7 +1,7 @@
 """Memory estimates from configs: exact for weights, close to torch's allocator for activations.
 
-The figure to compare with is what torch's allocator allocates in a rank's own encode, two steps and
-decode, and what the rank has received.
+They are compared with what torch's allocator allocates in a rank's encode, two steps and decode,
+plus the tensors that the rank has received.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
-    """Bytes of the parameters and buffers of `modules`."""
+    """Return the bytes of all parameters and buffers of `modules`."""
     tensors = (each for module in modules for each in (*module.parameters(), *module.buffers()))
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def check(tiny_model: TinyModel, rel: dict[str, float], num_threads: int = 1) -> None:
-    """Compares the estimate for a clip of two steps with what its ranks hold and allocate.
+    """Compare the estimate for a clip of two steps with what its ranks hold and allocate.
 
-    `rel` is the tolerance of each part; without one it is only estimated.
+    `rel` is the relative tolerance for each part. The activations of other parts are not compared.
     """
     encoder, steps, decoder = tiny_model.encoder, tiny_model.rank_for(0, 2), tiny_model.decoder
     prepared = {} if tiny_model.source is None else encoder.prepare(tiny_model.source)
@@ -105,7 +105,11 @@ def test_activation_bytes_match_torchs_allocator() -> None:
 @pytest.mark.slow
 @pytest.mark.full
 def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
-    """In a process of its own, because later peaks of one thread come out larger there."""
+    """Estimates are right for several threads too.
+
+    The test runs in a new process, because it would increase later peaks of one thread in this
+    process.
+    """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(check_demo, 2, 1).result()
 
@@ -120,7 +124,10 @@ def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
 
 
 def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> None:
-    """Not as a size that the model cannot make: without the key diffusers takes a default."""
+    """A config that does not fit the weights is named, and the clip's size is not blamed.
+
+    Without the key, diffusers uses a default.
+    """
     edit_json(folder / "unet/config.json", cross_attention_dim=None)
     checkpoint = read_folder(folder)
     sampling = checkpoint.resolve_sampling(SvdSampling(height=64, width=64, num_inference_steps=2))
@@ -135,7 +142,10 @@ def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> N
 def test_a_failed_assertion_of_a_library_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Components of diffusers check values by `assert`, without a message."""
+    """A failed `assert` in a library is shown as the cause, although it has no message.
+
+    Components of diffusers check values by `assert`.
+    """
 
     def decode(*_: Any, **__: Any) -> None:
         raise AssertionError
@@ -150,7 +160,11 @@ def test_a_failed_assertion_of_a_library_is_shown(
 def test_fake_models_change_nothing_that_other_threads_share(
     tiny_models: TinyModels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user's program may compute meanwhile. Kandinsky's text encoder makes nested models."""
+    """A fake model changes no setting of torch that other threads share.
+
+    A user's program may compute at the same time. The model is Kandinsky's, whose text encoder
+    creates nested models.
+    """
     tiny_model, made = tiny_models("kandinsky5"), load.build_module
     seen, own = set(), set()
 
@@ -208,7 +222,8 @@ def test_the_kernel_of_a_convolution_is_the_one_of_a_process_with_that_many_thre
     assert "Mkldnn" in names
 
 
-#: Side, frames and tokens of each clip.
+#: Height and width, frames, and prompt tokens of each case. None stands for a family without a
+#: prompt.
 SIZES = {
     "svd": (128, 4, None),
     "wan-image-bf16": (160, 13, 256),
@@ -256,7 +271,10 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
 @pytest.mark.slow
 @pytest.mark.full
 def test_a_matrix_that_this_cpu_cannot_factorise_is_no_error(tmp_path: Path) -> None:
-    """With the default `gamma`, Helios' matrix is singular but for rounding."""
+    """An estimate does not fail if this CPU cannot factorise Helios' matrix.
+
+    With the default `gamma`, the matrix is singular except for rounding errors.
+    """
     scheduler = diffusers.HeliosDMDScheduler(use_dynamic_shifting=True)
     checkpoint = read_folder(save_tiny("helios_distilled", tmp_path, scheduler=scheduler))
     case = CASES["helios-distilled"]
@@ -267,7 +285,10 @@ def test_a_matrix_that_this_cpu_cannot_factorise_is_no_error(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_weights_that_stay_in_float32_count_in_float32(tiny_models: TinyModels) -> None:
-    """transformers keeps some of T5 in fp16 alone, diffusers some of Wan."""
+    """Weights that stay in float32 in a half-precision model count as float32.
+
+    transformers keeps some weights of T5 in float32 (only for fp16), and diffusers some of Wan.
+    """
     tiny_model = tiny_models("wan")
     model = replace(tiny_model.model, dtype="fp16")
     estimated = estimate(tiny_model.checkpoint, model, tiny_model.sampling, device="cpu")

@@ -1,4 +1,6 @@
-"""Every family, cut after each step or shared by a pair: the bits of the whole `__call__`."""
+"""Every family, cut after each step or shared by a CFG pair, gives the bits of the whole
+`__call__`.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def test_every_cut_gives_the_bits_of_the_whole_call_in_bf16(
 def test_what_models_calls_verified_has_a_case(family: str) -> None:
     verified = describe(family)["verified"]
     assert verified["cuts"] == "bitwise"
-    assert family in FIRST  # whose cases are cut after every step, in fp32 and bf16
+    assert family in FIRST  # other tests cut these cases after every step
     pairs = "bitwise" if FAMILY_SPECS[family].pairs_are_exact else "close"
     assert verified["pairs"] == (pairs if family in FIRST_PAIRED else "refused")
 
@@ -104,7 +106,11 @@ def test_what_models_calls_verified_has_a_case(family: str) -> None:
 def test_the_solver_history_at_the_end_of_a_stage_is_that_of_the_whole_call(
     tiny_models: TinyModels,
 ) -> None:
-    """The next stage sets timesteps before the denoiser's next call, where the call is cut."""
+    """After each step, the solver's history equals that of the whole `__call__`.
+
+    At the end of a stage of Helios, the next stage sets timesteps before the denoiser's next call,
+    where svdpp cuts.
+    """
     tiny_model, histories = tiny_models("helios-pyramid"), []
     Reference(tiny_model.checkpoint, tiny_model.model, "cpu", from_image=False).run(
         tiny_model.request(),
@@ -179,7 +185,7 @@ def test_references_of_a_class_of_their_own_are_those_of_a_plain_call(
         tiny_model.checkpoint.folder, workflow="ref2va"
     )
     pipe.load_components()
-    pipe.processor = tiny_model.encoder._pipe.processor  # diffusers' own needs torchvision
+    pipe.processor = tiny_model.encoder._pipe.processor  # that of diffusers needs torchvision
     references = [MiniMaxH3ImageReference(image=image) for image in source.values()]
     plain = pipe(
         references=references,
@@ -203,7 +209,10 @@ def test_references_of_a_class_of_their_own_are_those_of_a_plain_call(
 def test_a_clip_of_cosmos_is_the_one_of_a_plain_call_of_diffusers(
     tiny_models: TinyModels, name: str, arguments: dict[str, Any]
 ) -> None:
-    """diffusers gets a longer video, of which it uses the first frames."""
+    """A clip of Cosmos equals that of a plain script with diffusers.
+
+    The script passes a longer video, of which diffusers uses only the first frames.
+    """
     tiny_model, case = tiny_models(name), CASES[name]
     request, source = tiny_model.request(), tiny_model.source
     _, ours, audio = whole_clip(tiny_model.model, tiny_model.sampling, request, source)
@@ -238,7 +247,10 @@ def test_what_a_row_cannot_run_is_refused(
 
 
 def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_path: Path) -> None:
-    """Diffusion forcing steps each frame by itself, which Euler's scheduler cannot do."""
+    """A scheduler that only another pipeline of the model supports is refused.
+
+    Diffusion forcing steps each frame separately, which Euler's scheduler cannot do.
+    """
     folder = save_tiny("skyreels_v2_df", tmp_path, **EULER)
     with pytest.raises(ModelError, match="FlowMatchEulerDiscreteScheduler' is not supp") as caught:
         find_checkpoint(ModelConfig(name=str(folder)))
@@ -249,7 +261,11 @@ def test_the_scheduler_of_another_pipeline_of_the_model_is_refused_by_name(tmp_p
 def test_a_scheduler_of_another_family_of_the_pipeline_is_refused_with_that_family(
     tmp_path: Path,
 ) -> None:
-    """The index of Helios-Distilled names the pipeline of Helios-Mid."""
+    """A scheduler that fits another family with the same pipeline is refused; the hint has that
+    family.
+
+    The index of Helios-Distilled names the pipeline of Helios-Mid.
+    """
     folder = save_tiny("helios_distilled", tmp_path)
     index = folder / "modular_model_index.json"
     values = json.loads(index.read_text())
@@ -261,21 +277,21 @@ def test_a_scheduler_of_another_family_of_the_pipeline_is_refused_with_that_fami
     assert read_folder(folder, "helios_distilled").scheduler_class == "HeliosDMDScheduler"
 
 
-# Negative controls: damage to any part of a packet shows in the clip. A part whose damage shows
-# nowhere need not travel, so these tests also find what a spec should drop.
+# --- negative controls: damage to any part of a packet changes the clip --------------------------
 
-#: Names of the states of random generators in packets, and another state.
+#: Pattern of the names of generator states in packets, and a different state.
 _GENERATORS = re.compile(r"(^|\.)generators?(\.|$)")
 _OTHER_GENERATOR = torch.Generator().manual_seed(9).get_state()
 
-# HunyuanVideo-1.5 encodes the quoted text by itself.
+# The prompts have quotes, because HunyuanVideo-1.5 encodes quoted text separately.
 SIGN, OTHER_SIGN = 'the sea, and a sign: "a cat"', 'a hill, and a sign: "a dog"'
-#: Parts of a packet that nothing reads, and why they travel; `Case.unread` has those of one case.
+#: Parts of a packet that no later step reads, with the reason why they are sent. `Case.unread` has
+#: those of single cases.
 UNREAD = {
     "timestep_list": "UniPC keeps timesteps of which only another solver reads more than one",
 }
 
-#: The same in packets of modular pipelines, by their whole names.
+#: Unread parts in packets of modular pipelines, by full name.
 UNREAD_OF_MODULAR = {
     **dict.fromkeys(
         (
@@ -287,7 +303,7 @@ UNREAD_OF_MODULAR = {
     "num_inference_steps": "the scheduler gets it with its timesteps, and no step reads it",
 }
 
-#: Cases whose packets are like those of another case in CI, and that take seconds.
+#: Slow cases that CI leaves out, because another case has similar packets.
 _LIKE_OTHERS_IN_CI = {
     *("cosmos3-distilled", "cosmos3-image-distilled", "cosmos3-sound", "cosmos3-video"),
     *("framepack-chunks", "framepack-last-image"),
@@ -295,7 +311,7 @@ _LIKE_OTHERS_IN_CI = {
     *("ltx2", "ltx2-condition-last-image", "ltx2-in-context", "ltx2-in-context-first-image"),
     *("minimax-h3", "wan-replace"),
 }
-#: Those that differ from another case in weights or guidance alone.
+#: Words in the names of cases that differ from another case only in weights or guidance.
 ALIKE = ("16", "5b", "euler", "order", "timestep", "unguided")
 CONTROLLED = [
     case
@@ -313,7 +329,10 @@ CONTROLLED = [
 
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, name: str) -> None:
-    """The generator is needed where later steps draw."""
+    """Damage to any tensor or number of a packet changes the clip, so no unneeded part is sent.
+
+    The generator's state matters only if later steps draw noise.
+    """
     tiny_model, case = tiny_models(name), CASES[name]
     clip = tiny_model.request(SIGN, negative_prompt=OTHER_SIGN)
     packet = tiny_model.rank_for(0, 1).denoise(tiny_model.encode(clip), 0, 1, nothing)
@@ -321,7 +340,7 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
     frames = tiny_model.decoder.decode(whole)
 
     def shows(damaged: Tensors) -> bool:
-        """Whether the rest of the clip, or an error, tells the damaged packet from the whole."""
+        """Return whether the damaged packet gives another clip, or an error."""
         try:
             last = _last(tiny_model, damaged)
             if not torch.equal(last[LATENTS], whole[LATENTS]):
@@ -358,7 +377,7 @@ def _damaged(packet: Tensors, name: str) -> Tensors:
 
 
 def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """For each number in the state of the schedulers, the packet with another one."""
+    """Yield, for each number in the packet's state, its name and a packet with another number."""
     for place, (key, _) in enumerate(_numbers(_structure(packet))):
         if key == "_begin_index":  # only the first step reads it
             continue
@@ -369,7 +388,7 @@ def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
 
 
 def _numbers(structure: Any) -> Iterator[tuple[str, Any]]:
-    """Name and node of each number in the state of schedulers, guiders and denoisers."""
+    """Yield the name and the JSON node of each number in the state of schedulers and guiders."""
     if "attributes" in structure:
         parts = structure["attributes"].values()
         states = [attributes for modules in parts for attributes in modules.values()]
@@ -387,13 +406,13 @@ def _structure(packet: Tensors) -> Any:
     return json.loads(packet[STRUCTURE].numpy().tobytes())
 
 
-# A pair of ranks, one for each branch of the guidance: the bits of one rank.
+# --- a CFG pair, one rank for each branch of the guidance, gives the bits of one rank -------------
 
 
 def pair_of(
     models: list[EngineModel], packet: Tensors, start: int, end: int, kind: type[Half] = Half
 ) -> list[Tensors]:
-    """What both ranks of a pair, each in a thread, have after steps; the first error of one."""
+    """Do steps on both ranks of a pair, each in a thread; return both packets."""
     return run_pair(
         lambda partner: models[partner.branch].denoise(packet, start, end, nothing, partner), kind
     )
@@ -409,7 +428,7 @@ FIRST_PAIRED = {CASES[name].family: name for name in reversed(PAIRED)}
 
 
 def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
-    """The ranks of a pair, and all roles on each."""
+    """Return the models of both ranks of a pair, each with all roles."""
     experts = frozenset(range(tiny_model.checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
     sampling = replace(tiny_model.sampling, **changes)
@@ -426,7 +445,10 @@ def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
 def test_a_rank_takes_clips_whose_prompts_have_other_lengths(
     tiny_models: TinyModels, name: str
 ) -> None:
-    """Some pipelines cut the text to its tokens, so that their packets differ in size."""
+    """A rank accepts packets of clips with prompts of different lengths.
+
+    Some pipelines shorten the embeddings to the prompt's tokens, so the sizes of packets differ.
+    """
     tiny_model = tiny_models(name)
     packets = [tiny_model.encode(tiny_model.request(prompt)) for prompt in ("a", "a wave " * 12)]
     sent, first = (
@@ -437,7 +459,7 @@ def test_a_rank_takes_clips_whose_prompts_have_other_lengths(
     )
 
 
-# The latents of `helios-pyramid` grow from stage to stage, within these steps.
+# The latents of `helios-pyramid` grow during these steps.
 @pytest.mark.parametrize(
     "name",
     chosen(
@@ -459,12 +481,12 @@ def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str
     if tiny_model.checkpoint.spec.pairs_are_exact:
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
-    # The shapes are known from here on, so that no rank evaluates both branches.
+    # The shapes are known now, so no rank has to evaluate both branches.
     assert_equal(*pair_of(models, packet, 0, 1))
 
 
 class PairModel:
-    """The ranks of a pair, as one model whose steps both of them do."""
+    """Both ranks of a pair as one model. Each step is done by both, with equal results."""
 
     def __init__(self, models: list[EngineModel]) -> None:
         self._models = models
@@ -485,7 +507,7 @@ class PairModel:
 
 
 class DamagedHalf(Half):
-    """A `Partner` whose second rank receives other bits."""
+    """`Partner` with which the second rank receives changed predictions."""
 
     def received(self, tensors: Tensors) -> Tensors:
         if self.branch == 0:
@@ -493,7 +515,7 @@ class DamagedHalf(Half):
         return {name: tensor * 1.01 for name, tensor in tensors.items()}
 
 
-# `ltx2-modular` has four evaluations in a step.
+# `ltx2-modular` evaluates the denoiser four times in a step.
 @pytest.mark.parametrize("name", chosen(["wan-modular"], ["ltx2-modular"], MODULAR_PAIRED))
 def test_a_modular_clip_of_a_pair_has_the_bits_of_the_whole_call(
     tiny_models: TinyModels, name: str
@@ -504,7 +526,7 @@ def test_a_modular_clip_of_a_pair_has_the_bits_of_the_whole_call(
     pair = PairModel(models)
     check_every_cut(lambda *_: pair, tiny_model.steps, reference, request, tiny_model.source)
 
-    # Some guiders ignore the predictions of the first step.
+    # The second step is used, because some guiders ignore the predictions of the first step.
     packet = models[0].denoise(tiny_model.encode(request), 0, 1, nothing)
     first, second = pair_of(models, packet, 1, 2, DamagedHalf)
     assert_equal(first, models[0].denoise(packet, 1, 2, nothing))
@@ -512,7 +534,9 @@ def test_a_modular_clip_of_a_pair_has_the_bits_of_the_whole_call(
 
 
 def test_a_pair_does_the_steps_of_modular_clips_without_guidance(tiny_models: TinyModels) -> None:
-    """Guiders can stop the guidance after some steps."""
+    """A pair does steps without guidance too, because guiders can stop the guidance after some
+    steps.
+    """
     tiny_model = tiny_models("wan-modular")
     unguided = both_ranks(tiny_model, guidance_scale=1.0)
     packet = tiny_model.encode(tiny_model.request())

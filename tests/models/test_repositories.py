@@ -1,4 +1,4 @@
-"""Components of a modular pipeline that lie in other repositories, on a hub on this machine."""
+"""Components of a modular pipeline that are in other repositories, on a local hub."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ ALL_ROLES = Roles(encode=True, denoise=True, decode=True)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint with all components."""
+    """Tiny modular checkpoint with all components."""
     folder = tmp_path_factory.mktemp("whole") / "wan"
     return save_tiny("wan_modular", folder, guider=diffusers.ClassifierFreeGuidance(stop=0.5))
 
 
 @pytest.fixture(scope="module")
 def changed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same checkpoint with other weights."""
+    """Copy of `whole` with other weights."""
     folder = Path(shutil.copytree(whole, tmp_path_factory.mktemp("changed") / "wan"))
     for path in folder.glob("*/*.safetensors"):
         tensors = {name: tensor * 0.5 for name, tensor in load_file(path).items()}
@@ -60,7 +60,7 @@ def changed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _name_place(folder: Path, part: str, **place: Any) -> None:
-    """Changes where the index of `folder` says that a component is."""
+    """Change the location of a component in the index of `folder`."""
     index = json.loads((folder / INDEX).read_text())
     where = index[part][2]
     where |= {"pretrained_model_name_or_path": None, "subfolder": part, "revision": None}
@@ -69,7 +69,7 @@ def _name_place(folder: Path, part: str, **place: Any) -> None:
 
 
 def _serve_copy(hub: type[Hub], whole: Path, folder: Path, **place: Any) -> None:
-    """Serves a copy of a checkpoint as org/tiny, whose index names one place for all components."""
+    """Serve a copy of a checkpoint as org/tiny. Its index names `place` for all components."""
     hub.folder = Path(shutil.copytree(whole, folder))
     for part in PARTS:
         _name_place(hub.folder, part, **place)
@@ -83,9 +83,9 @@ def _only_index(whole: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
-    """A model of the hub that has an index alone; its components are in three repositories."""
+    """Hub whose model org/tiny is only an index. The components are in three other repositories."""
     hub.folder = _only_index(whole, tmp_path / "tiny")
-    vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # at the root of its repository
+    vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # is at the root of its repository
     video, text = tmp_path / "video", tmp_path / "text"
     for part in ("guider", "scheduler", "transformer"):
         shutil.copytree(whole / part, video / part)
@@ -94,18 +94,18 @@ def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
     (video / "README.md").write_text("about")
     (text / "encoders" / "code.py").write_text("code")
     hub.others |= {"org/vae": Path(vae), "org/video": video, "org/text@v1": text}
-    hub.others["org/text"] = tmp_path / "empty"  # its main branch lacks the files
+    hub.others["org/text"] = tmp_path / "empty"  # only the revision v1 has the files
     hub.others["org/text"].mkdir()
     _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/vae", subfolder="")
     for part in ("guider", "scheduler", "transformer"):
-        _name_place(hub.folder, part, repo="org/video")  # the key of older files
+        _name_place(hub.folder, part, repo="org/video")  # key of older indexes
     at = {"pretrained_model_name_or_path": "org/text", "revision": "v1"}
     _name_place(hub.folder, "text_encoder", **at, subfolder="encoders/umt5")
     _name_place(hub.folder, "tokenizer", **at, subfolder="words")
     return hub
 
 
-#: Repositories and commits of `spread`, by component.
+#: Repository and commit of each component of `spread`.
 PLACES = {
     "guider": f"org/video@{commit_of('org/video')}",
     "scheduler": f"org/video@{commit_of('org/video')}",
@@ -121,7 +121,7 @@ def _weights(names: list[str]) -> set[str]:
 
 
 def _assert_loads(checkpoint: Checkpoint, sources: dict[str, Path]) -> None:
-    """Checks that the components that a rank loads have the weights in these folders."""
+    """Check that a rank loads each component's weights from the given folder."""
     model = ModelConfig(name=checkpoint.name, family=checkpoint.family)
     parts = loaded(load_engine_model(checkpoint, model, SAMPLING, "cpu", ALL_ROLES))
     assert parts.keys() == sources.keys()
@@ -167,7 +167,10 @@ def test_a_host_downloads_the_components_of_its_ranks(
 def test_an_entry_wins_over_the_own_folder_of_a_hub_model(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
-    """As in diffusers. An entry that names the model itself means its own folder."""
+    """In a hub model, an index entry for another repository wins over the model's own folder.
+
+    This is as in diffusers. An entry that names the model itself means its own folder.
+    """
     _serve_copy(hub, whole, tmp_path / "tiny", pretrained_model_name_or_path="org/tiny")
     hub.others["org/other"] = changed
     _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/other")
@@ -179,7 +182,10 @@ def test_an_entry_wins_over_the_own_folder_of_a_hub_model(
 def test_files_in_a_local_folder_win_over_its_entries(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
-    """As in diffusers, for a copy of a repository whose index names repositories of the hub."""
+    """In a local folder, files in the folder win over index entries for other repositories.
+
+    This is as in diffusers. Such a folder is a copy of a repository.
+    """
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     hub.others["org/other"] = changed
     for part in PARTS:
@@ -192,7 +198,7 @@ def test_files_in_a_local_folder_win_over_its_entries(
     _assert_loads(checkpoint, {part: whole / part for part in WEIGHTED})
     before = checkpoint.fingerprint
 
-    _name_place(folder, "vae", repo="org/other")  # not in the folder
+    _name_place(folder, "vae", repo="org/other")  # not in this folder
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
     assert checkpoint.external_components.keys() == {"vae"}
     assert checkpoint.fingerprint not in (None, before)
@@ -219,7 +225,10 @@ def test_the_variant_of_an_entry_is_read(
 def test_a_requested_variant_replaces_that_of_an_entry(
     hub: type[Hub], whole: Path, changed: Path, tmp_path: Path
 ) -> None:
-    """Another repository may lack it, as other components of the model may."""
+    """A requested variant replaces the variant of an index entry.
+
+    Components that do not have the requested variant are read without one.
+    """
     _serve_copy(hub, whole, tmp_path / "tiny")
     stem = hub.folder / "transformer" / "diffusion_pytorch_model"
     shutil.copy(f"{stem}.safetensors", f"{stem}.bf16.safetensors")
@@ -260,7 +269,7 @@ def test_places_that_svdpp_does_not_follow_are_refused(
 def test_a_folder_in_the_working_directory_is_not_read_for_a_repository(
     spread: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers would read it."""
+    """A folder `org/vae` in the working directory is an error, because diffusers would read it."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(spread.others["org/vae"], tmp_path / "org" / "vae")
     error = error_of("org/tiny")
@@ -320,7 +329,10 @@ def test_damaged_files_of_another_repository_are_named(spread: type[Hub]) -> Non
 
 
 def test_code_in_another_repository_is_refused(spread: type[Hub], cache: Path) -> None:
-    """It is never downloaded by svdpp, but another program may have put it into the cache."""
+    """Code in a component's repository is refused.
+
+    svdpp never downloads code, but another program may have put it into the cache.
+    """
     find_checkpoint(ModelConfig(name="org/tiny"), weights=False)
     assert "org/text/encoders/umt5/config.json" in spread.requested
     snapshot = cache / "models--org--text" / "snapshots" / commit_of("org/text@v1")
@@ -386,7 +398,7 @@ def test_the_commits_of_other_repositories_identify_clips_ranks_and_servers(
     assert "components" not in _metadata(own, tmp_path)
 
 
-#: Program of a user of diffusers, which prints the hash of a clip's frames.
+#: Plain diffusers script, which prints the hash of a clip's frames.
 SCRIPT = """
 import diffusers, torch
 from svdpp.config import SAMPLING_CLASSES, ClipRequest, ModelConfig
@@ -411,7 +423,10 @@ print(frames_sha256(stack_frames(pipe(**arguments, output_type="pil").values["vi
 def test_a_run_has_the_bits_of_diffusers_and_is_verified(
     spread: type[Hub], changed: Path, cache: Path, tmp_path: Path
 ) -> None:
-    """With other weights in the folder of the model, which neither of them reads."""
+    """A run gives the bits of a diffusers script, and can be verified.
+
+    The model's own folder has other weights of the VAE, which neither of them reads.
+    """
     shutil.copytree(changed / "vae", spread.folder / "vae")
     env = {
         **os.environ,
@@ -428,7 +443,7 @@ def test_a_run_has_the_bits_of_diffusers_and_is_verified(
         return result.stdout
 
     expected = call("-c", SCRIPT, env=online).split()[-1]
-    find_checkpoint(ModelConfig(name="org/tiny"))  # downloads what diffusers did not
+    find_checkpoint(ModelConfig(name="org/tiny"))  # downloads the remaining files
     offline = {**env, "HF_HUB_OFFLINE": "1"}
     out = tmp_path / "out"
     call(

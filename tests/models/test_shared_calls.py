@@ -1,4 +1,4 @@
-"""Calls of a denoiser that two ranks share, in a block that runs twice."""
+"""Denoiser calls of a block that two ranks share; each rank runs the block twice."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.partners import Half, run_pair
 CPU = torch.device("cpu")
 LATENT = torch.tensor([[1.0, 2.0], [3.0, torch.nan]])
 
-#: Function that calls the denoiser and combines the results.
+#: Block of a pipeline: a function that calls a denoiser and combines the results.
 Block = Callable[[Callable[..., Any], torch.Tensor], Any]
 
 
 class Rank:
-    """One rank of a pair, and the calls that it has evaluated."""
+    """Rank of a pair, with a list of the denoiser calls that it has evaluated."""
 
     def __init__(self) -> None:
         self.outputs: list[Node] = []
@@ -46,17 +46,17 @@ class Rank:
 
 
 def pair_of(ranks: list[Rank], block: Block) -> list[Any]:
-    """Return what both ranks made of a block."""
+    """Run a block on both ranks of a pair, and return both results."""
     return run_pair(lambda partner: ranks[partner.branch].step(partner, block))
 
 
 def guided(*scales: float) -> Block:
-    """Return a block that sums the results of calls with some scales."""
+    """Return a block that calls the denoiser once for each scale, and sums the results."""
 
     def block(call: Callable[..., Any], latent: torch.Tensor) -> Any:
         results = [call(latent + 0, scale=scale) for scale in scales]
         for result in results:
-            result["noise"].mul_(2)  # a block may change results in place
+            result["noise"].mul_(2)  # blocks may change results in place
         return sum(result["noise"] for result in results), results[-1]["audio"][0]
 
     return block
@@ -76,7 +76,7 @@ def test_each_rank_evaluates_every_second_call(count: int) -> None:
             assert torch.equal(noise.view(torch.int32), alone[0].view(torch.int32))
             assert torch.equal(audio.view(torch.int32), alone[1].view(torch.int32))
         own = [scales[0::2], scales[1::2]]
-        if not is_later:  # the second rank also learns the shape of the results
+        if not is_later:  # the second rank also learns the results' shapes
             own[1] = scales[:1] + own[1]
         assert [rank.evaluated for rank in ranks] == own
     assert [rank.resets for rank in ranks] == [2 * bool(count)] * 2
@@ -114,7 +114,7 @@ def test_a_call_that_depends_on_another_is_refused(
     ranks = [Rank(), Rank()]
     monkeypatch.setattr(Rank, "forward", _forward_of_any_scale)
     if block not in (_changed_in_place, _of_an_object):
-        pair_of(ranks, block)  # the second rank has no zeros in the first step
+        pair_of(ranks, block)  # in its first step, the second rank evaluates the call itself
     with pytest.raises(ModelError, match="of the denoiser in step 5 depends on the") as caught:
         pair_of(ranks, block)
     assert caught.value.details["step"] == 5

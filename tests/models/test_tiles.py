@@ -1,4 +1,4 @@
-"""Tiles of the VAE: the bits of diffusers with tiles, also if ranks share the decode."""
+"""VAE tiling: the bits of diffusers with tiling, also if ranks share the decode."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.tiny_families import CASES, chosen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Clips that are wider than a tile of their VAE, or longer, by the name of their case.
+#: By case: sizes of a clip that needs more than one tile of its VAE.
 TILED: dict[str, dict[str, int]] = {
     "wan": {"height": 16, "width": 288},
     "wan-image-bf16": {"height": 16, "width": 288},
@@ -42,12 +42,12 @@ TILED: dict[str, dict[str, int]] = {
 }
 
 
-#: Other VAEs than Wan's and LTX-Video's, whose tiles CI tests; those of others take more time.
+#: Cases that CI tests in addition to Wan and LTX-Video. The remaining cases take more time.
 IN_CI = ("sana-video", "cogvideox")
 
 
 def tiled(tiny_models: TinyModels, name: str) -> TinyModel:
-    """A tiny model whose VAE makes tiles, and a clip of several tiles."""
+    """Return the tiny model of a case with VAE tiling, for a clip of several tiles."""
     tiny_model = tiny_models(name)
     sizes: dict[str, Any] = {**TILED[name], "num_inference_steps": 2}
     return replace(

@@ -1,4 +1,4 @@
-"""Ranks with denoisers that TorchAO quantised to int8 give the bits of diffusers' whole call."""
+"""Ranks with denoisers that TorchAO quantised to int8 give the bits of diffusers' `__call__`."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ LAYER = "blocks.0.attn1.to_q.weight"
 def quantise(
     source: Path, folder: Path, *parts: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
-    """Copy a checkpoint to `folder`, with denoisers that diffusers quantises and saves."""
+    """Copy a checkpoint to `folder`. The denoisers `parts` are quantised and saved by diffusers."""
     shutil.copytree(source, folder)
     for part in parts:
         name = json.loads((source / part / "config.json").read_text())["_class_name"]
@@ -64,20 +64,20 @@ def quantise(
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wan with two experts."""
+    """Tiny Wan with two experts, not quantised."""
     return save_tiny("wan", tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
 
 
 @pytest.fixture(scope="session")
 def saved(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same, with the first expert quantised in bf16."""
+    """Copy of `plain` whose first expert is quantised to int8, from bf16."""
     folder = tmp_path_factory.mktemp("int8") / "wan"
     return quantise(plain, folder, "transformer", dtype=torch.bfloat16)
 
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """Copy of `saved`, which a test may change."""
     return Path(shutil.copytree(saved, tmp_path / "wan"))
 
 
@@ -186,7 +186,7 @@ def test_ranks_share_the_pages_of_its_file_and_clips_name_the_version_of_torchao
 
 
 def rewrite(change: Callable[[dict[str, Any], dict[str, str]], None]) -> Callable[[Path], None]:
-    """Return a function that writes the weights again, with changed tensors and metadata."""
+    """Return a function that rewrites the weights of a folder after `change` has changed them."""
 
     def write(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -199,7 +199,7 @@ def rewrite(change: Callable[[dict[str, Any], dict[str, str]], None]) -> Callabl
 
 
 def described(**changes: Any) -> Callable[[Path], None]:
-    """Change the description of a weight in the metadata."""
+    """Return a function that changes how the metadata describe a quantised weight."""
 
     def change(_: Any, metadata: dict[str, str]) -> None:
         entry = json.loads(metadata[LAYER])
@@ -211,7 +211,7 @@ def described(**changes: Any) -> Callable[[Path], None]:
 
 
 def tensor(name: str, value: Any) -> Callable[[Path], None]:
-    """Replace a tensor; None removes it."""
+    """Return a function that replaces a tensor. None removes the tensor."""
 
     def change(tensors: dict[str, Any], _: Any) -> None:
         tensors.pop(name, None)
@@ -230,7 +230,7 @@ def int8(prefix: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
 
 
 def smaller(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-    """Replace a quantised weight by one of another shape."""
+    """Replace a quantised weight by one with another shape."""
     tensors |= int8("blocks.0.attn1.to_q._weight_", 24, 12)
     metadata[LAYER] = metadata[LAYER].replace("[1, 24]", "[1, 12]")
 
@@ -279,7 +279,7 @@ def test_shards_of_different_checkpoints_are_refused(plain: Path, tmp_path: Path
 
 
 def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
-    """diffusers takes weights of any shape for linear layers that TorchAO has quantised."""
+    """A quantised weight with a wrong shape is refused. diffusers would accept any shape."""
     rewrite(smaller)(folder)
     model = bf16(folder)
     checkpoint, sampling = find_checkpoint(model), sampling_of(model)
@@ -315,7 +315,9 @@ def test_another_dtype_is_refused_with_the_one_that_it_was_quantised_in(saved: P
 
 
 def test_other_files_for_it_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the files are looked for: there are none of these names."""
+    """A quantised denoiser takes no LoRA and no GGUF file. These are refused before a search for
+    files.
+    """
     lora, file = Lora(name="x.safetensors", expert="high"), Denoiser(name="x.gguf", expert="high")
     for more, words in (
         ({"loras": (lora,)}, "takes no `loras`: its weights are quantised by TorchAO"),

@@ -82,7 +82,7 @@ def test_a_photograph_that_takes_much_memory_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
 ) -> None:
     monkeypatch.setattr(uploads_module, "MAX_DECODER_BYTES", mebibytes * 2**20)
-    big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # the PNG has 143 kB, its pixels 147 MB
+    big = png(7000, 7000, 8, 2, bytes(7000 * 21_001))  # 143 kB, decoded 196 MB
     assert refusal(uploads, big).message == "'cat.png' does not fit in memory"
 
 

@@ -1,4 +1,4 @@
-"""Beside a rank's work: heartbeats and reports, images read one ahead, calls made in order."""
+"""Background threads of a rank: heartbeats, reports, reading of images, and ordered calls."""
 
 from __future__ import annotations
 
@@ -26,14 +26,18 @@ Sent = TypeVar("Sent")
 
 
 def _next(sent: queue.Queue[bytes], kind: type[Sent]) -> Sent:
-    """The next event of that kind."""
+    """Return the next sent event of class `kind`."""
     while not isinstance(event := parse(sent.get(timeout=60.0)), kind):
         pass
     return event
 
 
 def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A heartbeat goes out even if memory cannot be read: without it the rank counts as dead."""
+    """Heartbeats have the memory in use as soon as the rank has a device.
+
+    A heartbeat is sent even if memory cannot be read, because a rank without heartbeats counts as
+    dead.
+    """
     sent = queue.Queue[bytes]()
     reporter = Reporter(Mock(send=sent.put))
     reporter.set_position(Action.parse("ENCODE c0 @0"))
@@ -74,7 +78,7 @@ CPU = torch.device("cpu")
 
 
 def _first_pixel(image: Image.Image, _: SamplingConfig) -> dict[str, torch.Tensor]:
-    """Replaces a model's preparation."""
+    """Return the colour of the first pixel, in place of a model's preparation of the image."""
     return {"pixel": torch.tensor(image.getpixel((0, 0)))}
 
 
@@ -103,7 +107,7 @@ def test_photographs_are_read_in_order_one_ahead_and_no_more(
     reader.enqueue([_requests(paths)[2], (3, ClipRequest(seed=1, sampling=SAMPLING))])
     for clip, shades in enumerate((["10", "20"], ["10", "20", "30"], ["10", "20", "30"])):
         assert reader.take(clip)["pixel"].tolist() == [10 * clip + 10] * 3
-        reader._thread.submit(int).result()  # all calls queued before are done now
+        reader._thread.submit(int).result()  # wait for earlier calls
         assert read == shades
     assert reader.take(3) == {}
     reader.close()

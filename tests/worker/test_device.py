@@ -1,4 +1,4 @@
-"""A rank takes its device first; what it lacks, such as memory, is named."""
+"""Device of a rank: taken before anything else; errors name what is missing, such as memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def test_a_device_that_cannot_be_taken(
 def test_memory_pressure_lasts_for_the_life_of_the_process(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """cuDNN keeps the kernel that it chose without memory for all later clips."""
+    """A shortage of memory counts for all later clips of the process.
+
+    cuDNN keeps a kernel that it chose when memory was short.
+    """
     stats = {"num_alloc_retries": 1, "num_ooms": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: dict(stats))
     monkeypatch.setattr(device, "_events_before", {})
@@ -56,12 +59,12 @@ def test_memory_pressure_lasts_for_the_life_of_the_process(
     assert not MemoryPressure(torch.device("cpu")).has_occurred()
 
 
-# The message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
+# Message of torch 2.x (c10/cuda/CUDACachingAllocator.cpp).
 CUDA = torch.OutOfMemoryError(
     "CUDA out of memory. Tried to allocate 5.25 GiB. GPU 0 has a total capacity of 79.15 GiB of "
     "which 1.06 GiB is free. Including non-PyTorch memory, this process has 78.08 GiB in use."
 )
-# Outside the caching allocator: pinned or stream memory, cuBLAS, cuDNN.
+# Errors from outside the caching allocator: pinned or stream memory, cuBLAS, cuDNN.
 PINNED = torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
 CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 CUDNN = RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")

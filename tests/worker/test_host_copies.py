@@ -1,6 +1,6 @@
-"""What is hashed, compared or written is copied to the host first, by the module that owns copies.
+"""Tensors are copied to the host by `streams` before they are hashed, compared or written.
 
-Tensors on the CPU take the place of a GPU's: they refuse what those refuse.
+CPU tensors of a special class take the place of GPU tensors. They refuse the same operations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ SHAPE = (1, 4, 2, 8, 8)
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor that cannot be an array, as if it were on a GPU; so is what is computed from it."""
+    """CPU tensor that cannot be converted to an array, as if it were on a GPU; results are the
+    same.
+    """
 
     is_cpu = False  # type: ignore[assignment]
 
@@ -48,7 +50,7 @@ class DeviceTensor(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dummy model computes on the device; files are only written from host memory."""
+    """Make the dummy model return device tensors. Check that files are written from the host."""
     encode, decode, save = DummyModel.encode, DummyModel.decode, tensor_files.save
 
     def encode_there(model: DummyModel, *arguments: Any) -> Tensors:
@@ -68,7 +70,7 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def event(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
-    """Every copy waits for the work that was queued when its tensor was handed over."""
+    """Event of the work that writes a tensor. Check that every copy waits for this event."""
     marked = Mock(spec=["synchronize"])
     waited: list[object] = []
 
@@ -112,7 +114,7 @@ def test_the_reference(tmp_path: Path) -> None:
 
 
 def test_a_rank(tmp_path: Path) -> None:
-    """Its tensor store, its latent checkpoint and its clip writer."""
+    """A rank copies to the host in its tensor store, its latent checkpoint and its clip writer."""
     reporter, written, kept = Mock(), Mock(), TensorStore(tmp_path)
     checkpoints = LatentCheckpoints(tmp_path / "checkpoints", {})
     context = RankContext(
@@ -147,7 +149,10 @@ def test_a_rank(tmp_path: Path) -> None:
 def test_a_link(
     backend: str, payload: type[torch.Tensor], event: Mock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A header that leaves before the tensors exist lets NCCL's receive kernel spin until then."""
+    """A link copies to the host only for gloo; for NCCL it waits for the tensors first.
+
+    If the header left before the tensors exist, NCCL's receive kernel would spin until then.
+    """
     sent: list[object] = []
     event.synchronize.side_effect = lambda: sent.append(event)
     for name in ("send", "isend"):
@@ -156,5 +161,5 @@ def test_a_link(
     link.send(Packet(0, 1, 0.0, _model().encode({}, ClipRequest(seed=0))), 1)
     link.drain()
     before = [event] if backend == "nccl" else []
-    assert sent == [*before, torch.Tensor, torch.Tensor, payload]  # header, metadata
+    assert sent == [*before, torch.Tensor, torch.Tensor, payload]  # header, metadata, payload
     link.close()

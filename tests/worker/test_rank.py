@@ -1,4 +1,4 @@
-"""A rank's commands, in order; its end, which waits for others; the weights that it loads."""
+"""Main loop of a rank: order of actions, cancellations, its end, and the weights that it loads."""
 
 from __future__ import annotations
 
@@ -53,7 +53,10 @@ def test_lists_that_wait_join_to_the_list_of_all_clips(layout: Layout, clips: in
 
 
 def test_clips_that_two_ranks_decode_together_overlap_also_one_at_a_time() -> None:
-    """A service submits them so: the first rank decodes its part after the next clip's steps."""
+    """If two ranks share decodes, clips submitted one by one take no longer than all at once.
+
+    The first rank decodes its part after the next clip's steps. A service submits clips one by one.
+    """
     layout = Layout(num_steps=4, world_size=2, decode_parallel_size=2, chunks=(1, 1))
     together, alone = layout.schedule(6), _one_by_one(layout, 6)
     joined = []
@@ -89,7 +92,7 @@ def test_lists_that_come_at_any_time_can_be_performed(
     check_receives(tuple(performed))
     spans = simulate_schedule(
         tuple(performed), CostModel()
-    )  # raises if the ranks wait for each other
+    )  # raises an error in case of a deadlock
     assert {span.action.clip for span in spans} == set(range(clips))
 
 
@@ -139,7 +142,7 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
 
 
 class Parent:
-    """The parent's side of a channel; that all may end it says once it hears `Finished`."""
+    """Parent's side of a channel. It sends the final `Stop` when the rank has sent `Finished`."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -148,7 +151,7 @@ class Parent:
     def send(self, message: bytes) -> None:
         self.said.append(event := parse(message))
         if isinstance(event, Finished):
-            self.commands += [Cancel(clip=0), Stop()]  # a late cancellation, which is skipped
+            self.commands += [Cancel(clip=0), Stop()]  # a late `Cancel` is ignored
 
     def receive(self, timeout: float) -> bytes | None:  # noqa: ARG002
         return self.commands.pop(0).to_bytes() if self.commands else None
@@ -169,7 +172,7 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
 
 
 def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
-    """PSS and RSS of a process in bytes, by the subfolder of `folder` whose files it maps."""
+    """Return the PSS and RSS of a process's mapped files in `folder`, in bytes, by subfolder."""
     found: dict[str, Counter[str]] = {"Pss": Counter(), "Rss": Counter()}
     for region in psutil.Process(pid).memory_maps():
         if (path := Path(region.path)).is_relative_to(folder):
@@ -196,5 +199,6 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
         pss = sum(rank["Pss"][part] for rank in holders)
         most = max(rank["Rss"][part] for rank in holders)
         assert most > 0
-        # A rank may not have touched all pages; two copies would be twice the larger one.
+        # The sum of the PSS is that of one copy. Two copies would be twice as large. The tolerance
+        # is for pages that a rank has not touched.
         assert pss == pytest.approx(most, rel=0.1)

@@ -1,4 +1,4 @@
-"""One rank's stage alone: times, what it keeps of a clip, predictions of a pair."""
+"""Stage of a single rank: measured times, kept state, and exchange of predictions in a pair."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ CPU = torch.device("cpu")
 
 
 class _Clock:
-    """A clock that advances only while a clip writer waits; also the transport and the reporter."""
+    """Clock that advances only while the clip writer waits.
+
+    The object is also the stage's transport, reporter and clip writer.
+    """
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -64,7 +67,10 @@ def _work(clip: int, *, seed: int = 0) -> tuple[list[Action], list[ClipJob]]:
 
 
 def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bench warms up in one call and measures in the next."""
+    """A wait after the last action of a run does not count in the next run.
+
+    A bench warms up in one call, and measures in the next one.
+    """
     clock = _Clock()
     times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr(stage, "time", times)
@@ -127,7 +133,7 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
 def test_memory_pressure_during_an_action_stays_with_the_clip(
     monkeypatch: pytest.MonkeyPatch, short_during: str | None
 ) -> None:
-    """It also counts if memory is enough again later."""
+    """Memory pressure during an action is recorded for the clip, even if it ends later."""
     alone = _stage(_Clock(), lambda _: False)
     actions, jobs = _work(0)
     alone.enqueue(actions, jobs)
@@ -169,7 +175,10 @@ THEIRS = {"prediction": torch.ones(1)}
 
 
 class _Links:
-    """The other rank sends its prediction of each step, and a tombstone at step `dropped`."""
+    """Links to a simulated partner, which sends a prediction for each step.
+
+    At step `dropped`, it sends a tombstone, because it drops the clip.
+    """
 
     def __init__(self, dropped: int | None = None) -> None:
         self.calls: list[tuple[str, int]] = []
@@ -202,7 +211,7 @@ def _predict() -> Tensors:
 @pytest.mark.parametrize(
     ("dropped", "num_steps", "calls"),
     [
-        # A drop after the last step is too late: the other rank expects no more.
+        # After the last step no tombstone is sent, because the other rank expects no more messages.
         (None, 2, "receive 2, send 2, receive 3, send 3"),
         (None, 1, "receive 2, send 2, receive 3, tombstone 3"),
         (2, 1, "receive 2, send 2"),
@@ -221,7 +230,11 @@ def test_both_ranks_send_one_message_for_each_step_until_one_drops_the_clip(
 
 
 def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:
-    """The second rank's packet is dropped after the last step, and with it what it says."""
+    """If one rank of a pair has memory pressure, both ranks record it.
+
+    The exchange of predictions tells the other rank, because the second rank's packet is dropped
+    after the last step.
+    """
     links, clip = _Links(), Packet(0, 2, 0.0, {})
     pair = _pair(links, clip)
     links.memory_pressure = True

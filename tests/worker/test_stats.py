@@ -1,4 +1,4 @@
-"""Samples for monitoring: of a rank's bytes and memory, and of its GPU by NVML."""
+"""Monitoring samples of a rank: bytes transferred, memory, and values of its GPU from NVML."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_real_ranks_report_the_bytes_that_they_move_and_their_memory() -> None:
 
 
 class _Nvml:
-    """NVML, as far as it is read; a GPU that tells no power."""
+    """Stand-in for NVML, with or without the power of the GPU."""
 
     NVMLError = RuntimeError
 
