@@ -1,4 +1,7 @@
-"""Gives a session of tests its own folder for temporary files, which must be empty at the end."""
+"""Fixtures for all tests: temporary files, the fork server, and a check of errors' `details`.
+
+The session has its own folder for temporary files, which must be empty at the end.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,16 @@ from svdpp.errors import SvdppError
 from svdpp.launch import fork_server, process_lifetime, worker_group
 from tests.support.details import numbers_not_in_details
 
-# Property tests measure no time, because the machine may be loaded.
+# Property tests have no time limit, because the machine may be loaded.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", settings.get_profile("unhurried"), max_examples=100_000)
 settings.load_profile("unhurried")
 
-# Processes that have just been killed may still be removing their folders.
+# Seconds in which processes that were just killed may still remove their folders.
 _GRACE_SECONDS = 10.0
 
-#: Beginning of the product's own paths. The checkout may have the same name as the package.
+#: Prefix of the paths of svdpp's modules. "svdpp" alone is not enough, because the checkout may
+#: have this name too.
 _PACKAGE = f"{Path(svdpp.__file__).parent}{os.sep}"
 
 _GC_THRESHOLDS = gc.get_threshold()
@@ -37,29 +41,33 @@ _found_after: dict[str, str] = {}
 
 
 def pytest_configure() -> None:
-    # pytest keeps the folders of failed tests, which are to outlive the session.
+    # pytest keeps the folders of failed tests after the session, so they are not in the session's
+    # folder.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     folder = tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="svdpp-")
-    # The workers of pytest share the cores: threads that spin while they wait slow all down.
+    # pytest's workers share the cores, so threads that spin while they wait would slow down all of
+    # them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Importing diffusers into this process creates the folder that this variable names.
+    # An import of diffusers creates the folder in this variable.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     process_lifetime.tune_gc()
-    # multiprocessing's own folder, which lasts as long as this process. Hashes of files go there.
+    # The cache of file hashes is in multiprocessing's folder, which lasts as long as this process.
     os.environ["XDG_CACHE_HOME"] = util.get_temp_dir()
-    # By a finalizer of lower priority than the one that removes that folder.
+    # The session's folder is removed after multiprocessing's folder, which is inside, so this
+    # finalizer has a lower priority.
     util.Finalize(None, shutil.rmtree, [folder], {"ignore_errors": True}, exitpriority=-200)
 
 
 def pytest_collection_finish() -> None:
-    gc.set_threshold(*_GC_THRESHOLDS)  # tests of memory shall find little garbage
+    gc.set_threshold(*_GC_THRESHOLDS)  # tests of memory need frequent collections
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server_knows_svd() -> Iterator[None]:
-    """All ranks that tests start share one fork server, whichever test starts it.
+    """Let the fork server import SVD, whichever test starts it.
 
-    Ranks of a server that has not imported SVD would each import it.
+    All ranks of all tests share this server. Without the import in the server, each rank of SVD
+    would import it again.
     """
     start = fork_server.start_fork_server
     with pytest.MonkeyPatch.context() as patch:
@@ -71,8 +79,8 @@ def _fork_server_knows_svd() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """As many threads in this process as a rank has: bits depend on their number."""
-    import torch  # many tests need none
+    """Give torch in this process one thread, as in a rank, because bits depend on the number."""
+    import torch  # slow, and many tests do not need it
 
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -98,20 +106,21 @@ def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]
 
 
 def _left() -> list[str]:
-    """What lies in the session's folder, beside what lasts as long as this process.
+    """Return the names of files that tests have left in the session's folder.
 
-    That are the sockets of its own fork server and, if the home is read-only, matplotlib's folder.
+    The sockets of this process's fork server last as long as the process, and so does matplotlib's
+    folder if the home is read-only. They are not returned.
     """
     own = util.get_temp_dir()
     lasting = (os.path.basename(own), "matplotlib-")
     runs = [name for name in os.listdir(own) if name.startswith("svdpp-")]
-    # Not by the variable, which a test may have replaced.
+    # The folder is not read from TMPDIR, because a test may have changed that variable.
     return runs + [n for n in os.listdir(tempfile.gettempdir()) if not n.startswith(lasting)]
 
 
 @pytest.fixture(autouse=True)
 def _errors_have_their_numbers_in_details(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that each error met by a test has the numbers of its sentence in `details`."""
+    """Check that each error raised during a test has the numbers of its message in `details`."""
     missing: list[str] = []
     construct = SvdppError.__init__
 

@@ -1,4 +1,4 @@
-"""What cannot be done is refused in one sentence with exit code 2; defaults are diffusers'."""
+"""Configurations: values that are refused, with exit code 2, and the defaults of diffusers."""
 
 from __future__ import annotations
 
@@ -35,14 +35,17 @@ THREADS = limits.max_threads()
 
 
 def pipeline(**given: Any) -> PipelineConfig:
-    """A pipeline of two ranks; `dtype` and sampler fields are passed to where they belong."""
+    """Return a configuration of two ranks.
+
+    `dtype` and sampling fields are passed to their classes.
+    """
     sampler = {field.name for field in dataclasses.fields(SvdSampling)} & given.keys()
     sampling = SvdSampling(**{name: given.pop(name) for name in sampler})
     model = ModelConfig(dtype=given.pop("dtype", "fp32"))
     return PipelineConfig(**{"world_size": 2, **given}, model=model, sampling=sampling)
 
 
-# tests/cli/test_refused.py has more, by their command lines.
+# tests/cli/test_refused.py has more refused values, as command lines.
 DEVICES = ("", "CPU", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "cpu:0", "cuda0", "cuda:1024")
 REFUSED = [
     (LatentSpec, {"shape": (1, 4, 8, 8)}, "latent shape 1 4 8 8 needs 5 positive sizes"),
@@ -82,7 +85,7 @@ REFUSED = [
 
 
 def _name(value: object) -> str:
-    """The same in every process, as tests that run side by side need it."""
+    """Return a test id that is the same in every process, which pytest-xdist needs."""
     return getattr(value, "__name__", str(value))
 
 
@@ -110,7 +113,11 @@ def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words:
     ids=_name,
 )
 def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name: str) -> None:
-    """As a clip's JSON or an HTTP request can hold it; never a TypeError or an OverflowError."""
+    """A value of a wrong type or far beyond a limit gives a RequestError.
+
+    A clip's JSON or an HTTP request can have such values. They never give a TypeError or an
+    OverflowError.
+    """
     hostile: list[Any] = [10**400, -(10**5000), -1, 1e300, NAN, b"7", [7], {}, True]
     if name != "name":
         hostile.append("7" * 5000)
@@ -122,12 +129,15 @@ def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name:
 
 
 def test_the_parameters_of_a_family_keep_their_order_types_defaults_and_ranges() -> None:
-    """By their JSON clips are told apart, and found again by `--resume` and `verify`."""
+    """A family's parameters keep their order, types, defaults and ranges.
+
+    The JSON of these parameters identifies clips, for `--resume` and `verify`.
+    """
     golden = json.loads((ROOT / "tests" / "golden" / "sampling.json").read_text())
     for family, known in golden.items():
         kind = SAMPLING_CLASSES[family]
         defaults = dataclasses.asdict(kind())
-        # these two are not in the JSON of a clip
+        # a clip's JSON does not have these two
         assert defaults.pop("has_last_image", False) is False
         assert defaults.pop("num_references", 0) == 0
         assert json.dumps(defaults) == json.dumps(known["defaults"])
@@ -177,7 +187,7 @@ def test_the_last_that_can_be_done_is_accepted() -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 @pytest.mark.parametrize("exponent", [7, 8, 10, 11, 23, 24])
 def test_guidance_that_rounds_to_one_is_refused(dtype: str, exponent: int) -> None:
-    """Refused exactly where torch itself rounds it to 1."""
+    """A guidance scale is refused exactly if torch rounds it to 1 in the model's dtype."""
     import torch
 
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -198,7 +208,7 @@ def test_defaults_are_those_of_diffusers_but_for_the_steps() -> None:
 
     assert ours.pop("num_inference_steps") == DEFAULT_NUM_STEPS == 28
     assert ours.pop("family") == "svd"
-    assert ours.pop("fit") == "stretch"  # diffusers has no other
+    assert ours.pop("fit") == "stretch"  # diffusers has no other way
     assert ours == {name: parameters[name].default for name in ours}
     assert {name: type(value) for name, value in ours.items()} == {
         name: type(parameters[name].default) for name in ours
@@ -218,12 +228,15 @@ SECURITY = (ROOT / "docs" / "security.md").read_text()
 def test_a_trial_has_a_number_of_steps_that_the_family_can_make(
     family: str, two_ranks: int, three_ranks: int
 ) -> None:
-    """The default clips have 4 chunks, but for Echo, whose number of steps is fixed."""
+    """A trial has few steps, but a number that the family can make on the given number of ranks.
+
+    Clips with default parameters have 4 chunks. Echo has a fixed number of steps.
+    """
     spec = FAMILY_SPECS[family]
     for num_ranks, steps in ((2, two_ranks), (3, three_ranks)):
         sampling = spec.sampling().with_few_steps(2, num_ranks)
         assert sampling.num_inference_steps == steps
-        spec.check_sampling(None, sampling)  # they read no checkpoint
+        spec.check_sampling(None, sampling)  # these checks need no checkpoint
 
 
 def test_the_documentation_has_every_limit_and_its_value() -> None:

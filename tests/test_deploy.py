@@ -1,4 +1,4 @@
-"""The files in deploy/ start the server with options that it has, and stop it late enough."""
+"""The files in deploy/ start the server with valid options, and give it enough time to stop."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_server_takes_the_command_and_ends_in_time(name: str) -> None:
     (command, *arguments), seconds = COMMANDS[name]
     assert command == "serve"
     options = parsed(shlex.join(["svdpp", "serve", *arguments]))["options"]
-    # The ranks may take 30 s longer, and the last webhooks 10 s.
+    # After the grace period, the ranks may take 30 s more, and the last webhooks 10 s.
     assert int(seconds) >= options.grace + 60
     assert options.api_key_file is not None
     assert name == "systemd" or options.host == "0.0.0.0"
@@ -89,7 +89,8 @@ def test_kubernetes_finds_the_port_and_sets_no_option(name: str) -> None:
     (offered,) = manifests["Service"]["spec"]["ports"]
     probe = _container(manifests)["readinessProbe"]["httpGet"]["port"]
     assert (offered["port"], offered["targetPort"], probe) == (PORT, "http", "http")
-    # Kubernetes sets a variable for each service, which might be taken for an option's default.
+    # Kubernetes would set a variable for each service, which svdpp might read as an option's
+    # default.
     assert _pod(manifests)["enableServiceLinks"] is False
 
 

@@ -1,8 +1,9 @@
-"""The documentation: files and links exist; each command runs as written, or says here why not.
+"""Documentation: files and links exist, and each command runs as written, except those in
+`NOT_RUN`.
 
-The examples in docstrings run, and the types of the public names are in the stub.
-docs/scheduling.md, docs/api.md and docs/serving.md have tests of their own for what their commands
-print (tests/cli/test_cli_plan.py, tests/driver/test_requests.py, tests/serve/test_serving_docs.py).
+The examples in docstrings run, and the types of the public names are in the stub. Other tests
+compare the printed output in docs/scheduling.md, docs/api.md and docs/serving.md
+(tests/cli/test_cli_plan.py, tests/driver/test_requests.py, tests/serve/test_serving_docs.py).
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ ALL_PAGES = sorted(
     for pattern in ("*.md", "docs/*.md", "deploy/*.md", ".github/**/*.md")
     for path in ROOT.glob(pattern)
 )
-#: docs/cli.md is generated from the commands.
+#: Pages with commands to run. docs/cli.md is left out, because it is generated from the commands.
 PAGES = [ROOT / "README.md", *sorted(set(ROOT.glob("docs/*.md")) - {ROOT / "docs/cli.md"})]
 
-#: The beginnings of commands that are not run, with the reason. Those of svdpp are parsed.
+#: Beginnings of commands that are not run, each with the reason. The options of svdpp's commands
+#: are still checked.
 NOT_RUN = {
     "pip install": "make has installed it",
     "make ": "the Makefile is not for a copy of the documentation's files",
@@ -57,8 +59,8 @@ NOT_RUN = {
     "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",
     "svdpp plan --world 4096": "takes seconds; tests/cli/test_cli_plan.py",
 }
-#: Options that a command gets unless it has them, so that it needs no GPU, no download and little
-#: time.
+#: Options that are put before a command's own options, so that it needs no GPU, no download and
+#: little time.
 _SIZE = "--frames 2 --height 32 --width 32 --threads 1 --steps 8"
 SETTINGS = {"run": f"{_SIZE} --model demo --device cpu --overwrite", "verify": _SIZE}
 
@@ -67,13 +69,13 @@ _PROGRAM = re.compile(r"(?:\$ )?((?:svdpp|pip|make|export|torchrun|srun|curl) .*
 
 
 def _commands(page: Path) -> Iterator[str]:
-    """The commands of a page's blocks, without comments, on one line each."""
+    """Yield the commands in a page's code blocks, each on one line and without its comment."""
     for block in code_blocks(page.read_text(encoding="utf-8")):
         if block.language not in ("", "bash", "console"):
             continue
         lines = re.sub(r"\s*\\\n\s*", " ", block.text).splitlines()
         programs = [_PROGRAM.fullmatch(re.sub(r"\s+# .*", "", line)) for line in lines]
-        if programs and (programs[0] or lines[0].startswith("#!")):  # otherwise it is an output
+        if programs and (programs[0] or lines[0].startswith("#!")):  # else it is printed output
             yield from (program[1] for program in programs if program)
 
 
@@ -87,7 +89,7 @@ def test_every_page_is_read() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_option_exists(page: Path) -> None:
-    """Also those of commands within a sentence or a table."""
+    """Every option on a page exists, also in commands within a sentence or a table."""
     text = page.read_text(encoding="utf-8")
     code = [*code_spans(text), *(block.text for block in code_blocks(text))]
     for name, arguments in _ASKED.findall("\n".join(code).replace("\\\n", " ")):
@@ -98,7 +100,7 @@ def test_every_option_exists(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files that the pages name."""
+    """Folder with the files that the commands on the pages name."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "photos").mkdir()
     for name in ("rocket.jpg", "photo.jpg", "photo.png", "photos/cat.jpg"):
@@ -120,17 +122,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _settings(name: str, arguments: list[str]) -> list[str]:
-    """`SETTINGS` of the command: none of a finished clip, and not those that it has itself."""
+    """Return the `SETTINGS` of a command. There are none to verify a finished clip."""
     is_finished = any(Path(word).is_dir() or word.endswith((".mp4", ".json")) for word in arguments)
     if name == "verify" and is_finished:
         return []
     words = SETTINGS.get(name, "").split()
-    if "demo-text" in arguments:  # it knows one size and one number of frames
+    if "demo-text" in arguments:  # only one size is possible
         words = [] if name == "verify" else ["--overwrite"]
     return [word for word in words if word != "--overwrite" or "--resume" not in arguments]
 
 
-#: Pages whose commands take half a minute and more.
+#: Pages whose commands take half a minute or more.
 _LONG = ("batches.md", "models.md", "report.md", "verification.md")
 
 
@@ -162,13 +164,13 @@ _SOURCE_FILE = re.compile(r"(?:\w+/)+\w+\.(?:py|md|yaml)")
 
 
 def _anchors(page: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of `page`."""
+    """Return the anchors that GitHub creates for the headings of `page`."""
     texts = headings(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
 
 
 def _leads_somewhere(page: Path, link: str) -> bool:
-    if link.startswith(("http://", "https://", "../../")):  # the last: pages of the repository
+    if link.startswith(("http://", "https://", "../../")):  # or on GitHub
         return True
     name, _, anchor = link.partition("#")
     target = page.parent / name if name else page
@@ -179,7 +181,7 @@ def _leads_somewhere(page: Path, link: str) -> bool:
 def test_links_lead_somewhere_and_source_files_exist(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert [link for link in links(text) if not _leads_somewhere(page, link)] == []
-    # The changelog tells of files of earlier versions.
+    # The changelog may name files of earlier versions.
     spans = [] if page.name == "CHANGELOG.md" else code_spans(text)
     named = [span for span in spans if _SOURCE_FILE.fullmatch(span)]
     assert [n for n in named if not ((ROOT / n).exists() or (ROOT / "svdpp" / n).exists())] == []

@@ -1,4 +1,4 @@
-"""Errors have exit codes and cross to other processes; texts show no secret, paths lead back."""
+"""Errors: exit codes, transport to other processes, and texts without secrets and home paths."""
 
 from __future__ import annotations
 
@@ -67,7 +67,10 @@ def test_an_error_crosses_to_another_process(cls: type[errors.SvdppError]) -> No
 
 @pytest.mark.parametrize("error", [KeyError("x"), ValueError("x"), MemoryError(), OSError(28, "x")])
 def test_what_was_not_foreseen_is_unexpected_and_crosses_with_its_name(error: Exception) -> None:
-    """Builtins are none of ours, even those that ours derive from: they would hide bugs."""
+    """Built-in exceptions count as unexpected, and keep their names in another process.
+
+    Otherwise they would hide bugs, because svdpp's errors derive from some of them.
+    """
     assert errors.exit_code_of(error) == 1
     crossed = errors.error_from_dict(errors.error_to_dict(error))
     assert type(crossed) is errors.SvdppError
@@ -89,7 +92,9 @@ WRONG_REQUESTS = {"RequestError", "ModelError", "InputError"}
 
 @pytest.mark.parametrize("cls", TYPES.values())
 def test_every_error_is_of_a_kind_that_python_programs_know(cls: type[errors.SvdppError]) -> None:
-    """Wrong requests are ValueErrors, what fails at run time is a RuntimeError; none is both."""
+    """Errors for wrong requests are ValueErrors, errors at run time are RuntimeErrors; none is
+    both.
+    """
     kinds = {kind for kind in (ValueError, RuntimeError) if issubclass(cls, kind)}
     if cls is errors.SvdppError:
         assert kinds == set()
@@ -118,7 +123,7 @@ def test_all_errors_are_public_names() -> None:
     assert {name for name in svdpp.__all__ if f" as {name}\n" not in stub} == {"__version__"}
 
 
-# Texts without what must not be shown.
+# --- redaction of secrets and home paths in texts -------------------------------------------------
 
 TOKEN = "hf_" + "aB3" * 11 + "x"
 
@@ -207,7 +212,10 @@ def test_a_home_behind_a_link_is_found_under_both_names(
 
 
 def test_one_error_by_the_names_of_each_front_end(capsys: pytest.CaptureFixture[str]) -> None:
-    """tests/serve/test_page.py shows one at its input."""
+    """Each front end writes the field of an error with its own name.
+
+    tests/serve/test_page.py tests that the web page shows an error at its input.
+    """
     with pytest.raises(RequestError) as caught:
         WanSampling(num_frames=80)
     error = caught.value
@@ -231,7 +239,7 @@ def test_one_error_by_the_names_of_each_front_end(capsys: pytest.CaptureFixture[
 
 
 def test_backticks_around_other_words_stay() -> None:
-    """Such as in the name of a user's file."""
+    """Backticks around other words are kept, as in the name of a user's file."""
     text = "'`a b` `x`' is no file, `steps`` `num_frames`"
     assert write_fields(text, {"num_frames": "--frames"}) == (
         "'`a b` `x`' is no file, `steps`` --frames"

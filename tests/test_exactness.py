@@ -1,4 +1,4 @@
-"""Stable Video Diffusion in the engine: the bits of diffusers' `__call__`, with every option."""
+"""Stable Video Diffusion in the engine: the bits of diffusers' `__call__`, for every option."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _assert_equal(model: ModelConfig, sampling: SvdSampling) -> None:
         pytest.param({}, {"fit": "pad", "width": 128}, marks=FULL),
         pytest.param({"memory_opt": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
         pytest.param({"channels_last": True}, {"decode_chunk_size": 2}, marks=pytest.mark.slow),
-        # fp16 takes the path on which diffusers lifts the VAE to float32 for the encode.
+        # In fp16, diffusers converts the VAE to float32 for the encode.
         *(
             pytest.param(
                 {"dtype": dtype}, {"max_guidance_scale": scale, "num_frames": 2}, marks=mark
@@ -102,7 +102,10 @@ def test_other_vaes_give_diffusers_bits(tmp_path: Path, vae_factor: int) -> None
 
 @pytest.mark.slow
 def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
-    """Also in fp16, in which the encode casts the VAE that the decode uses."""
+    """One rank with all roles gives the same frames as a separate decode rank.
+
+    In fp16, the encode converts the VAE that the decode uses too.
+    """
     model = ModelConfig(name=str(tiny), dtype="fp16")
     checkpoint = find_checkpoint(model)
     sampling = checkpoint.resolve_sampling(replace(SMALL, num_frames=2))
@@ -117,14 +120,14 @@ def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
 
 
 def test_frames_become_bytes_as_diffusers_makes_them() -> None:
-    """Halves among them, which are rounded to even."""
+    """Frames become bytes as in diffusers. Halves are rounded to even numbers."""
     pixels = torch.linspace(0, 1, 2 * 255 * 3 + 1).repeat(9)[: 3 * 64 * 64].view(1, 3, 64, 64)
     pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
     theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))
     assert np.array_equal(to_uint8(pixels).numpy(), theirs)
 
 
-# The resize for CLIP has the bits of diffusers' own, in a small part of its time and memory.
+# --- the resize for CLIP: the bits of diffusers, in a fraction of its time and memory -------------
 
 
 @pytest.mark.parametrize(
@@ -137,12 +140,15 @@ def test_frames_become_bytes_as_diffusers_makes_them() -> None:
     ],
 )
 def test_the_bits_are_those_of_diffusers_with_any_number_of_threads(size: tuple[int, int]) -> None:
-    """So on CUDA threads do not matter: the rest of a clip is computed on the device."""
+    """The resize has the bits of diffusers with any number of threads.
+
+    So the number of threads does not matter for clips on CUDA, whose other work is on the device.
+    """
     noise = np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8)
     image, before, found = Image.fromarray(noise), torch.get_num_threads(), list[torch.Tensor]()
     for num_threads in (1, 2, 5):
         torch.set_num_threads(num_threads)
-        # As `_encode_image` of diffusers calls it.
+        # `_encode_image` of diffusers makes the same calls.
         pixels = VaeImageProcessor.numpy_to_pt(VaeImageProcessor.pil_to_numpy(image))
         found += [_resize_with_antialiasing(pixels * 2.0 - 1.0, (224, 224)), resize_for_clip(image)]
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Costs: refused values, the costs file written and read, memory by roles, published presets."""
+"""Cost model: refused values, costs files, memory by roles, and published presets."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_an_estimate_becomes_costs_with_the_same_peaks() -> None:
     assert CostModel().peak_gib(Roles(denoise=True)) is None
 
 
-# --- the file -----------------------------------------------------------------------------------
+# --- costs files --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("costs", [CostModel(), MEASURED, HOSTS, *PRESETS.values()], ids=str)
@@ -134,7 +134,10 @@ def test_files_that_are_no_costs(tmp_path: Path) -> None:
     [("svd-xt-a100", 32.16641), ("svd-xt-a100-pcie", 35.25838), ("svd-xt-h100-pcie", 22.64473)],
 )
 def test_the_published_parts_add_up_to_the_published_whole(name: str, whole: float) -> None:
-    """The end-to-end times of the table include some ms of other work."""
+    """The published times of encode, steps and decode add up to the published end-to-end time.
+
+    The end-to-end time includes some milliseconds of other work.
+    """
     costs = find_costs(name)
     parts = costs.encode_on(0) + 25 * costs.step_on(0) + costs.decode_on(0)
     assert parts <= whole

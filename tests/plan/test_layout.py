@@ -1,4 +1,4 @@
-"""Layouts: all can be performed, no split is faster, invalid ones are refused; `auto`'s choice."""
+"""Layouts: their schedules work, their cuts are optimal, invalid ones are refused; `auto`."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ num_clips = st.integers(1, 20)
     ("chunks", "count", "sizes"),
     [
         ((8, 8, 8, 1), 2, [16, 9]),
-        ((5,) * 5, 2, [10, 15]),  # of two cuts that are equally near, the first
+        ((5,) * 5, 2, [10, 15]),  # the first of two equally good cuts
         ((8, 4, 4), 3, [8, 4, 4]),
         ((1, 1, 1, 97), 3, [2, 1, 97]),  # no part is empty
-        ((1024,) * 4 + (256,), 2, [2048, 2304]),  # a row of tiles, the last of which is narrow
+        ((1024,) * 4 + (256,), 2, [2048, 2304]),  # tiles in a row; the last one is narrow
         ((256, 128, 32, 16), 2, [256, 176]),
     ],
 )
@@ -65,9 +65,10 @@ def test_chunks_are_divided_in_order_as_equally_as_possible(
 def test_any_layout_can_be_performed(
     is_resumed: bool, layout: Layout, clips: int, data: st.DataObject
 ) -> None:
-    """Each step is done once and in order, without deadlock, with at most two packets in flight.
+    """The schedule of any layout does each step once and in order, without a deadlock.
 
-    Ranks need no other roles than theirs, and of a longer replica one expert, if none share both.
+    No rank posts too many receives. A rank needs only the roles that the layout gives it. If a
+    replica has several ranks that do not share experts, a rank needs only one expert.
     """
     all_stages = is_resumed and data.draw(st.booleans())
     routes = [layout.route(clip, all_stages=all_stages) for clip in range(clips)]
@@ -122,13 +123,16 @@ def used_roles(layout: Layout, actions: Sequence[Action]) -> Roles:
 @pytest.mark.slow
 @given(layouts(pairs=True))
 def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
-    """Many clips use no other links or roles; rare alternating cuts may not occur among them."""
+    """A layout's links and roles are those that many clips use.
+
+    The alternating split is left out, because its rare cuts may not occur.
+    """
     schedule = layout.schedule(60 * layout.data_parallel_size * layout.num_decoders)
     used = [used_roles(layout, actions) for actions in schedule]
 
     assert list(layout.links) == sorted(set(layout.links))
     if layout.split != "alternating":
-        # A clip that is resumed starts at another pair.
+        # Only resumed clips use these links, because they can start at a later pair.
         starts = {pair for pair in layout.pairs if layout.roles[pair[0]].denoise}
         assert talking(schedule) | starts == set(layout.links)
         assert list(layout.roles) == used
@@ -136,7 +140,10 @@ def test_links_and_roles_are_those_that_come_to_be_used(layout: Layout) -> None:
 
 @given(layouts(pairs=True), num_clips)
 def test_a_clip_has_the_ranks_of_its_turn_and_their_shares(layout: Layout, clips: int) -> None:
-    """It skips ranks without steps, except the first and the last."""
+    """A clip's route has the ranks of its replica, with steps within each rank's share.
+
+    The route skips ranks without steps, except the first and the last rank.
+    """
     shares = {share.rank: share for share in layout.all_shares}
     assert sorted(shares) == list(range(layout.world_size))
     for clip in range(clips):
@@ -171,7 +178,7 @@ def test_peak_memory_follows_the_roles() -> None:
         (8, 4, None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
         (8, 8, 4, [tuple(range(8))]),
         (8, 2, 4, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        # In rank order, two of these four replicas would be on two hosts each.
+        # If the ranks were taken in order, two of these four replicas would span two hosts.
         (12, 3, 4, [(0, 1, 2), (3, 7, 11), (4, 5, 6), (8, 9, 10)]),
         (12, 6, 4, [(0, 1, 2, 3, 4, 5), (6, 7, 8, 9, 10, 11)]),
     ],
@@ -253,12 +260,12 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-# --- the cuts -------------------------------------------------------------------------------------
+# --- cuts between the steps of ranks --------------------------------------------------------------
 
 
 @st.composite
 def replica_stages(draw: st.DrawFn) -> list[Stage]:
-    """A few stages of one rank or several alternating ranks, at any speeds."""
+    """Strategy for the stages of a replica, with one rank or several alternating ranks each."""
     seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
     step = st.integers(1, 12).map(lambda quarters: quarters / 4)
     stages = []
@@ -294,7 +301,10 @@ def test_balanced_is_as_good_as_any_split(num_steps: int, stages: list[Stage]) -
 def test_alternating_ranges_are_in_order_and_near_their_means(
     num_steps: int, stages: list[Stage], num_clips: int
 ) -> None:
-    """Each clip's are within a step of them, and those of any clips within a few steps."""
+    """The alternating cuts of a clip are in order, and less than one step from their means.
+
+    Over many clips, the number of steps of a stage differs from the mean by less than four.
+    """
     alternating = alternating_cuts([StageGroup(num_steps, stages)])
     turns = len(alternating.positions)
     for turn, positions in enumerate(alternating.positions):
@@ -311,7 +321,11 @@ def test_alternating_ranges_are_in_order_and_near_their_means(
 
 @given(layouts())
 def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
-    """Of fixed cuts the slowest stage is as fast as possible, of alternating ones up to 0.5%."""
+    """No other division of steps and ranks is faster.
+
+    For fixed cuts, the slowest stage is as fast as possible. For alternating cuts, it is within
+    0.5% of that.
+    """
     shares = {share.rank: share.mean_steps for share in layout.all_shares}
     for replica in range(layout.data_parallel_size):
         stages = layout.stages(replica)
@@ -329,7 +343,9 @@ def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
 
 
 def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
-    """Mean seconds for each clip of the replica in the stage's slowest rank that does steps."""
+    """Return the mean seconds per clip that the stage's slowest rank works; ranks without steps
+    count 0.
+    """
     return max(
         (fixed + mean_steps[rank] * step) / len(stage.ranks) if mean_steps[rank] > 1e-9 else 0.0
         for rank, step, fixed in zip(
@@ -339,7 +355,10 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
 
 
 def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
-    """All divisions of the stages between separate experts, at least one each."""
+    """Return all ways to divide the stages between two experts, with at least one stage each.
+
+    If the experts are not separate, there is only one group.
+    """
     if layout.expert_boundary is None or not layout.separates_experts:
         return [(StageGroup(layout.num_steps, stages),)]
     low_noise = layout.num_steps - layout.expert_boundary
@@ -387,7 +406,10 @@ def test_nothing_simple_is_better(
 
 
 def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
-    """Rank 0 needs 47 GiB, ranks 1 and 2 need 36, rank 3 needs 36.5."""
+    """`auto` chooses a layout that fits into the memory of each rank.
+
+    Here rank 0 needs 47 GiB, ranks 1 and 2 need 36 GiB, and rank 3 needs 36.5 GiB.
+    """
     counts = {**WAN, "world_size": 4, "num_clips": 16}
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
     assert layout.data_parallel_size == 1
@@ -409,7 +431,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
             "data parallel of pairs",
             BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
         ),
-        *(  # of a long queue the rate decides; pairs would have 0.87 of it, which is too little
+        *(  # for a long queue the rate decides; pairs have only 0.87 of it
             (
                 {"minimize_latency": minimize_latency},
                 "data parallel",
@@ -426,7 +448,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         ),
         ({"costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
         ({"world_size": 7}, "data parallel", "the next best"),
-        (  # only pairs can divide these steps evenly
+        (  # only four stages, so pairs, divide 28 steps evenly
             {"fixed": {"data_parallel_size": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
             "no other layout is possible",
@@ -453,11 +475,14 @@ def test_what_is_fixed_and_impossible_is_said_of_single_ranks() -> None:
 
 
 def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
-    """The presets have no time for transfers between hosts."""
+    """Layouts whose costs are unknown are left out, and the reason says so.
+
+    The presets have no time for transfers between hosts.
+    """
     hosts = replace(A100, ranks_per_host=4)
     layout, reason = choose(costs=hosts)
     assert str(layout) == "data parallel"
-    # Replicas of 8, balanced and alternating, with 1 and 2 decoders; shorter ones fit on one host.
+    # Only replicas of 8 ranks span hosts: balanced and alternating, with one and two decoders.
     assert reason.endswith(
         "4 of 9 layouts have transfers between hosts, and the costs lack "
         "inter_host_transfer_seconds"

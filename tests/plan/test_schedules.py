@@ -1,4 +1,4 @@
-"""Action lists: golden text, links, what the check finds; their simulation, forecast and grid."""
+"""Action lists: golden texts, links, checks, simulation, forecast, and grid."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ GOLDEN_SCHEDULES = {
     "schedule_w4_n28_m3.txt": layout(28, 4).schedule(3),
     "schedule_w2_n4_m2_no_decode.txt": layout(4, 2, decodes=False).schedule(2),
     "schedule_data_parallel_w2_n4_m3.txt": layout(4, 2, data_parallel_size=2).schedule(3),
-    # A decode takes 2.5 steps: thirds of 10.5 give cuts 3.5 and 7, rounded for each clip.
+    # A decode takes as long as 2.5 steps. A third of 10.5 steps is 3.5, so the cuts are 3.5 and 7,
+    # rounded differently for each clip.
     "schedule_alternating_w3_n8_m4.txt": layout(
         8, 3, split="alternating", costs=CostModel(decode_seconds=2.5)
     ).schedule(4),
@@ -58,11 +59,12 @@ GOLDEN_SCHEDULES = {
     "schedule_two_decoders_w3_n8_m4.txt": layout(
         8, 3, split="balanced", num_decoders=2, costs=CostModel(decode_seconds=4)
     ).schedule(4),
-    # Ranks 0 and 1 are a pair, ranks 2 and 3 the next; the last clip was resumed after step 3.
+    # Ranks 0 and 1 are a CFG pair, and so are ranks 2 and 3. The last clip resumes after three
+    # steps.
     "schedule_pairs_w4_n4_m3.txt": last_resumed(PAIRS, 3, 3),
-    # Both ranks of a pair decode; the last clip was resumed after its last step.
+    # Both ranks of a CFG pair decode. The last clip resumes after its last step.
     "schedule_pair_decodes_w2_n4_m3.txt": last_resumed(PAIR, 3, 4),
-    # All ranks decode, ranks 0 and 1 between their steps of later clips.
+    # All ranks decode. Ranks 0 and 1 decode between their steps of later clips.
     "schedule_decode_ranks_w3_n6_m4.txt": layout(
         6, 3, decode_parallel_size=3, chunks=(8, 8, 8)
     ).schedule(4),
@@ -97,7 +99,7 @@ def test_the_check_catches_a_missing_or_doubled_action(schedule: Schedule) -> No
     check_schedule(schedule, 4)
     for rank, actions in enumerate(schedule):
         for index, action in enumerate(actions):
-            # A missing DECODE is none: clips can end with their latents.
+            # A missing DECODE is allowed, because clips can end with their latents.
             for instead in ((action, action), *([()] * (action.kind is not Kind.DECODE))):
                 broken = (*actions[:index], *instead, *actions[index + 1 :])
                 with pytest.raises(AssertionError, match=r"clip|transfer"):
@@ -111,7 +113,10 @@ def test_the_check_catches_a_missing_or_doubled_action(schedule: Schedule) -> No
 def test_makespan_with_all_costs(
     world_size: int, per_rank: int, decodes: bool, num_clips: int, costs: CostModel
 ) -> None:
-    """A flow shop of equal clips is as fast as its slowest stage; transfers count as stages."""
+    """The makespan of equal clips depends on the slowest stage, as in a flow shop.
+
+    Transfers count as stages too.
+    """
     schedule = layout(world_size * per_rank, world_size, decodes=decodes).schedule(num_clips)
     stages = [per_rank * costs.step_on(0)] * world_size
     stages[0] += costs.encode_on(0)
@@ -186,13 +191,19 @@ def at(clip: int, start: float, end: float, rank: int = 0) -> Span:
 def test_cadence_and_jitter_are_those_of_the_second_half(
     ends: list[float], seconds_per_clip: float, jitter: float
 ) -> None:
-    """If clips finish at 10, 13, 14 and 20, the last two took 1 and 6: 3.5 each."""
+    """The seconds per clip and the jitter are those of the second half of the clips.
+
+    If clips finish at 10, 13, 14 and 20 s, the last two took 1 s and 6 s, which is 3.5 s each.
+    """
     result = summarise([at(clip, 0, end) for clip, end in enumerate(ends)], 1)
     assert (result.seconds_per_clip, result.jitter) == (seconds_per_clip, jitter)
 
 
 def test_cadence_of_groups_does_not_depend_on_where_the_half_lies() -> None:
-    """Data parallel over 7 ranks: seven clips every 28 steps, so one every 4."""
+    """The rate of clips that finish in groups does not depend on where the second half begins.
+
+    With data parallel over 7 ranks, seven clips finish every 28 steps, which is one every 4 steps.
+    """
     for num_clips in range(1, 40):
         schedule = layout(28, 7, data_parallel_size=7).schedule(num_clips)
         result = summarise(simulate_schedule(schedule, CostModel()), 7)
@@ -200,7 +211,10 @@ def test_cadence_of_groups_does_not_depend_on_where_the_half_lies() -> None:
 
 
 def test_a_clip_is_not_there_before_those_before_it() -> None:
-    """Two ranks alternate, one of half the speed: the slower one sets the rate."""
+    """A clip counts as finished only when all earlier clips are.
+
+    Two ranks alternate, and one has half the speed, so the slower one determines the rate.
+    """
     spans = [at(clip, 0, 10 * (clip // 2 + 1) * (clip % 2 + 1), clip % 2) for clip in range(8)]
     result = summarise(spans, 2)
 
@@ -216,14 +230,14 @@ def test_measured_times_may_begin_anywhere() -> None:
     assert result.bubble == pytest.approx(1 - 8 / 14)
 
 
-# --- the recurrence -------------------------------------------------------------------------------
+# --- the forecast by a recurrence -----------------------------------------------------------------
 
 
-# The decode takes no time, and ends with the step before it, on another rank.
+# The decode takes no time, so it ends together with the step before it, on another rank.
 @example(
     layout(1, 4, split="alternating", data_parallel_size=2, costs=CostModel(step_seconds=0.25)), 3
 )
-# Clips that skip different ranks, and ranks that help to decode them.
+# The clips skip different ranks, and other ranks help to decode.
 @example(
     layout(
         4,
@@ -243,7 +257,7 @@ def test_a_layouts_forecast_is_that_of_its_replay(layout: Layout, num_clips: int
     simulated = summarise(simulate_schedule(schedule, layout.costs), layout.world_size)
 
     for name, value in vars(forecast_layout(layout, num_clips)).items():
-        # Sums of floats in another order differ in the last bits.
+        # The two forecasts add floats in different orders, so the last bits differ.
         assert value == pytest.approx(getattr(simulated, name), rel=1e-9, abs=1e-6), name
 
 

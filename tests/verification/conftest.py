@@ -1,4 +1,4 @@
-"""Inputs that the tests of families share."""
+"""Fixture with input files for the tests of families."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from tests.support.clip_inputs import Inputs, create_inputs
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """Images, and videos of noise."""
+    """Input images, and input videos of noise."""
     return create_inputs(tmp_path_factory.mktemp("inputs"))

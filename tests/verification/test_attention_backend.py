@@ -1,4 +1,4 @@
-"""Ranks and reference with an attention backend: runs, resumed runs, and proofs of their clips."""
+"""Attention backends: runs, resumed runs, and verification of their clips."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def metadata_of(path: Path) -> dict[str, Any]:
 def test_clips_are_recorded_resumed_and_proven_with_their_backend(
     wan: Path, tmp_path: Path
 ) -> None:
-    """By options that the proof of a finished clip does not need."""
+    """A clip's backend is recorded in its JSON, so `verify` needs no option for it.
+
+    `--resume` refuses another backend.
+    """
     out = ("--world", "1", "--out", str(tmp_path))
     made = ask("run", wan, *out, "--attention-backend", MATH)
     assert made.code == 0, made
@@ -62,7 +65,7 @@ def test_clips_are_recorded_resumed_and_proven_with_their_backend(
 @pytest.mark.slow
 @pytest.mark.full
 def test_all_ranks_and_the_reference_have_the_backend(wan: Path) -> None:
-    """The last rank decodes; the bits of the latents after each rank are compared."""
+    """All ranks and the reference use the backend. The latents after each rank are compared."""
     answer = ask("verify", wan, "--world", "2", "--attention-backend", MATH, "--json")
     assert answer.code == 0, answer
     result = json.loads(answer.out)
@@ -90,7 +93,7 @@ def test_refused_backends_are_named_by_their_option(wan: Path) -> None:
 
 
 def make_noisy(_: int) -> None:
-    """Make torch's own attention give other bits in each call, in the process of a rank."""
+    """Make torch's attention give different bits in each call, in the process of a rank."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     backends, native = _AttentionBackendRegistry._backends, AttentionBackendName.NATIVE

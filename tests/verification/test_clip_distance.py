@@ -1,4 +1,4 @@
-"""A finished clip is compared within a tolerance as far as its tensors can be had."""
+"""Comparison of finished clips within a tolerance, as far as their tensors are available."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ from tests.verification.test_clip_files import frames_of, put_clip
 def test_the_frames_of_png_files_are_compared(
     tmp_path: Path, format: str, atol: float, verdict: str, latent: str
 ) -> None:
-    """As of mixed devices: nothing makes the recorded latent again. Of an mp4 only hashes exist."""
+    """The frames of PNG files are compared within the tolerance, although the latent is not
+    available.
+
+    For an mp4, only the hash of the frames is available.
+    """
     clip = read_clip(put_clip(tmp_path, "a", format))  # type: ignore[arg-type]
     expected = torch.from_numpy(frames_of(1).copy())
     expected[1, 2, 3, 0] += 2
@@ -61,7 +65,11 @@ def test_the_frames_of_png_files_are_compared(
 def test_a_clip_of_a_pair_is_within_a_tolerance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pair makes it again with the recorded bits, and they are compared with diffusers'."""
+    """A clip of a CFG pair can be within a tolerance.
+
+    The pair makes the clip again with the recorded bits, and its tensors are compared with those of
+    diffusers.
+    """
     monkeypatch.chdir(tmp_path)
     made = svdpp_here("run", PHOTO, *DEMO, *TINY, "--gpus", "2", "--cfg-parallel", "2", "-q")
     assert made.code == 0, made

@@ -1,4 +1,4 @@
-"""Clips are found by JSON, file and folder, their images by hash, and their files checked."""
+"""Finished clips on disk: search for clips and their images, and checks of the clips' files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 
 
 def frames_of(seed: int) -> video.Frames:
-    """Smooth frames that differ by seed and from one to the next."""
+    """Return smooth frames, which differ from each other and for each seed."""
     index, y, x = np.mgrid[:3, :32, :48]
     pictures = np.stack([x * 3 + 20 * seed, y * 5, 40 * seed + 30 * index], -1)
     return pictures.clip(0, 255).astype(np.uint8)
@@ -53,10 +53,10 @@ def put_clip(
     crf: int = 18,
     **changes: Any,
 ) -> Path:
-    """Writes a clip without a model, as the clip writer does; returns its JSON.
+    """Write a clip as the clip writer does, but without a model; return the path of its JSON.
 
-    The metadata, which get `changes`, describe the frames of `seed` at --crf 18; the file has
-    `frames`, if any, at `crf`.
+    The metadata describe the frames of `seed` at crf 18, with `changes`. The file has `frames`
+    instead, if given, encoded at `crf`.
     """
     pixels = frames_of(seed)
     size = {"height": 32, "width": 48, "num_frames": 3, "decode_chunk_size": 3}
@@ -79,7 +79,7 @@ def put_clip(
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as `run` writes it, with a clip of each format."""
+    """Folder `out` as `svdpp run` writes it, with a clip of each format."""
     folder = tmp_path / "out"
     folder.mkdir()
     for format in FORMATS:
@@ -161,7 +161,9 @@ def test_what_is_not_there_is_an_error(out: Path) -> None:
 
 
 def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
-    """A JSON copied beside another video does not lead back to its own video."""
+    """A clip's JSON stands for the file beside it. A copied JSON does not lead to the original
+    video.
+    """
     shutil.copy(out / "a.mp4.json", out / "b.mp4.json")
     assert read_clip(out / "b.mp4.json").path == out / "b.mp4"
 
@@ -179,7 +181,7 @@ def test_the_image_is_found_where_it_was_beside_the_clip_or_where_an_option_says
             find_input_file(clip, named)
         assert clip.metadata["input_sha256"] in caught.value.hint
     edit_json(out / "a.mp4.json", input="pipe.jpg")
-    os.mkfifo(out / "pipe.jpg")  # is not waited for
+    os.mkfifo(out / "pipe.jpg")  # a pipe, which must not be opened
     clip = read_clip(out / "a.mp4.json")
     with pytest.raises(InputError, match=r"the image of 'a.mp4' is not at '.*pipe.jpg'"):
         find_input_file(clip, None)
@@ -187,7 +189,7 @@ def test_the_image_is_found_where_it_was_beside_the_clip_or_where_an_option_says
     assert find_input_file(clip, None) == find_input_file(clip, out) == out / "renamed.jpeg"
 
 
-# A clip's file is what its metadata describes, or the check says what is wrong.
+# --- check that a clip's file is what its metadata describe ---------------------------------------
 
 
 def _check(path: Path) -> ClipCheck:
@@ -225,7 +227,10 @@ def test_another_clip_in_the_place(format: VideoFormat, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_forgery_that_is_right_in_all_but_the_video(format: VideoFormat, tmp_path: Path) -> None:
-    """The embedded metadata, the JSON and the file's hash agree; the pixels are another clip's."""
+    """A forged file with the pixels of another clip is found.
+
+    Its embedded metadata, its JSON and the file's hash agree.
+    """
     other = _check(put_clip(tmp_path, "a", format, frames=frames_of(4)))
     short = _check(put_clip(tmp_path, "b", format, frames=frames_of(1)[:2]))
     for check in (other, short):
@@ -248,7 +253,9 @@ def test_a_file_that_cannot_be_played(tmp_path: Path) -> None:
 
 
 def test_an_encoder_of_another_version_is_told_by_its_distance(tmp_path: Path) -> None:
-    """Its pixels are similar but not equal, and the detail says how similar."""
+    """A file from another encoder, with similar pixels, passes; the detail says how similar they
+    are.
+    """
     check = _check(put_clip(tmp_path, "a", crf=24))
     assert check.equal, check
     assert " dB, " in check.detail
@@ -293,7 +300,7 @@ _LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
 def test_an_mp4_that_is_shown_otherwise(
     tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...], words: str
 ) -> None:
-    """Its pixels, its metadata and the hash of its file agree with the JSON."""
+    """An mp4 that players show differently is found. Its pixels, metadata and hash are right."""
     path = put_clip(tmp_path, "a")
     file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
     file.rename(kept)
@@ -309,7 +316,7 @@ def test_an_mp4_that_is_shown_otherwise(
 
 
 def test_an_mp4_for_other_eyes(tmp_path: Path) -> None:
-    """Players show it in stereo, which ffmpeg decodes as any other video."""
+    """An mp4 with a stereo tag is found. Players show it in stereo, but ffmpeg ignores the tag."""
     path = put_clip(tmp_path, "a")
     file, box = tmp_path / "a.mp4", b"\0\0\0\x0dst3d\0\0\0\0\2"
     data = bytearray(file.read_bytes())
@@ -332,7 +339,10 @@ def _add(data: bytearray, at: int, number: int) -> None:
 
 
 def test_an_mp4_that_was_only_packed_and_named_otherwise(tmp_path: Path) -> None:
-    """Its title counts for nothing, also if it looks like svdpp's own metadata."""
+    """An mp4 that was only repackaged passes the check of its pixels.
+
+    Added tags do not matter, even if they look like svdpp's metadata.
+    """
     path = put_clip(tmp_path, "a")
     file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
     file.rename(kept)
@@ -357,7 +367,7 @@ def test_an_mp4_that_was_only_packed_and_named_otherwise(tmp_path: Path) -> None
 def test_a_change_of_one_place(
     tmp_path: Path, num_frames: int, size: int, place: Any, words: str
 ) -> None:
-    """The mean over all pixels of all frames is above 30 dB."""
+    """A change of one frame or of a small area is found, although the mean is above 30 dB."""
     frames = np.full((num_frames, size, size, 3), 90, np.uint8)
     altered = frames.copy()
     altered[place] = 120 if num_frames == 24 else 170
@@ -385,7 +395,9 @@ def test_a_change_of_one_place(
 def test_frames_that_are_shown_otherwise(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """Their pixels in RGB, their metadata and their hash agree with the JSON."""
+    """PNG frames that viewers show differently are found, although pixels, metadata and hash are
+    right.
+    """
     path = put_clip(tmp_path, "a", "frames")
     for file in sorted((tmp_path / "a").iterdir()):
         with Image.open(file) as image:
@@ -409,7 +421,7 @@ def test_frames_that_are_shown_otherwise(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        # 10 is behind 2
+        # as a number, 10 comes after 2
         (
             "mv 00001.png 000010.png",
             "lacks: 00001.png; it has frames after its last frame: 000010.png",

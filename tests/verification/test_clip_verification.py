@@ -1,4 +1,4 @@
-"""Reasons of a clip's verification, and the marks of memory pressure on which they depend."""
+"""Verification of clips: reasons for differences, and memory pressure as one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from svdpp.worker.messages import ClipDone
 
 
 class _Events:
-    """Reporter that keeps the events."""
+    """Reporter that keeps the sent events."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []

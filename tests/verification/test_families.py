@@ -11,7 +11,7 @@ from svdpp.config import ModelConfig
 from tests.support.clip_inputs import Inputs, verify_case
 from tests.support.tiny_families import CASES, save_tiny
 
-#: Name of the first case of each family, from text and from an image or a video.
+#: Name of the first case of each family from text, and of the first one from an image or a video.
 _NAMES = {(case.family, case.image): name for name, case in reversed(CASES.items())}
 
 

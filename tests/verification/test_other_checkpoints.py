@@ -1,6 +1,6 @@
-"""Verification of checkpoints with other sizes and components than the cases of a family have.
+"""Verification of checkpoints whose sizes and components differ from those of a family's cases.
 
-The sizes are tiny, but vary as those of published checkpoints do: numbers of layers, heads and
+The sizes are tiny, but vary like those of published checkpoints: numbers of layers, heads and
 channels, compression of the VAE, shifts, optional components, dtypes, and files.
 """
 
@@ -38,28 +38,28 @@ def _full(test: Callable[..., None]) -> Callable[..., None]:
 
 _BF16_FILES = {"saved_dtype": torch.bfloat16, "variant": "bf16"}
 _SHARDS = {"max_shard_size": "20KB"}
-#: Names of config files that are not `config.json`, by component.
+#: Names of config files by component, if they are not `config.json`.
 _CONFIG_NAMES = {"scheduler": "scheduler_config.json"}
 _EULER = diffusers.FlowMatchEulerDiscreteScheduler
 
 
 def _named(tokenizer: str, **others: str) -> Values:
-    """Return class names as indexes of older versions of transformers have them."""
+    """Return options of `save_tiny` for class names that older versions of transformers wrote."""
     return {"class_names": {"tokenizer": tokenizer, **others}}
 
 
 @dataclass(frozen=True)
 class Other:
-    """Checkpoint that differs from that of a case."""
+    """Checkpoint that differs from the checkpoint of a case, and a clip made with it."""
 
     case: str
     """Name of the case in `CASES`."""
     configs: Mapping[str, Values] = field(default_factory=dict)
-    """Changed values of the components' configs, by component."""
+    """Changed config values, by component."""
     changes: Values = field(default_factory=dict)
-    """Other components, and options of `save_tiny`."""
+    """Replaced components, and other options of `save_tiny`."""
     sampling: Values = field(default_factory=dict)
-    """Changed sampling parameters."""
+    """Changed sampling parameters of the clip."""
     dtype: Dtype = "fp32"
 
     def of_case(self) -> Case:
@@ -70,7 +70,7 @@ class Other:
 
 # --- sizes that several families share ------------------------------------------------------------
 
-#: T5 of another width, with the gated layers of the published T5 1.1 and UMT5.
+#: T5 with another width, and with gated layers as in the published T5 1.1 and UMT5.
 _T5 = {
     **{"d_model": 32, "d_kv": 16, "d_ff": 40, "num_layers": 2, "num_heads": 3},
     **{"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new", "is_gated_act": True},
@@ -87,7 +87,7 @@ def _wan_vae(z_dim: int, **changes: Any) -> Values:
     return {"z_dim": z_dim, **means, **widths, **changes}
 
 
-#: VAE of Wan that halves the sides twice and the frames once.
+#: VAE of Wan that halves height and width twice, and the number of frames once.
 _LESS_COMPRESSION = {
     **{"dim_mult": [1, 2, 2], "temperal_downsample": [False, True]},
     **{"scale_factor_spatial": 4, "scale_factor_temporal": 2},
@@ -128,7 +128,7 @@ _LTX_DENOISER = {
     **{"num_layers": 3, "num_attention_heads": 3, "attention_head_dim": 16},
     **{"cross_attention_dim": 48, "caption_channels": 32, "in_channels": 12, "out_channels": 12},
 }
-#: VAE of LTX-Video 0.9.5 and later, which has blocks of another class.
+#: VAE of LTX-Video 0.9.5 and later versions, whose blocks have another class.
 _LTX_095_VAE = {
     **{
         "block_out_channels": (8, 8, 16, 16, 16),
@@ -141,7 +141,8 @@ _LTX_095_VAE = {
     **{"upsample_residual": (True,) * 3, "upsample_factor": (2,) * 3, "latent_channels": 12},
     **{"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
 }
-#: LTX-2 with learned registers, and rotary embeddings in double precision, as published.
+#: LTX-2 with learned registers and with rotary embeddings in double precision, as in the published
+#: one.
 _LTX2 = {
     "vae": {
         **{"block_out_channels": (8, 16), "layers_per_block": (1, 2, 1)},
@@ -165,8 +166,8 @@ _LTX2 = {
         **{"audio_num_attention_heads": 3, "audio_cross_attention_dim": 12},
     },
 }
-#: LTX-2.3: attention with gates, text that is projected for video and for sound, and a vocoder that
-#: widens the sound's band.
+#: LTX-2.3, with gated attention, separate text projections for video and sound, and a vocoder that
+#: extends the sound's bandwidth.
 _LTX23 = {
     **_LTX2,
     "connectors": {
@@ -255,7 +256,7 @@ _MINIMAX = {
     "scheduler": {"shift": 7.0},
     "audio_scheduler": {"shift": 2.0},
 }
-#: Cosmos 3 with the VAE of Wan 2.2 5B, as published.
+#: Cosmos 3 with the VAE of Wan 2.2 5B, as in the published one.
 _COSMOS = {
     "vae": {
         **_wan_vae(12, dim_mult=[1, 2, 2, 2], base_dim=4, is_residual=True, patch_size=2),
@@ -474,7 +475,7 @@ _TABLE: dict[str, Other] = {
         "helios",
         {
             **_HELIOS,
-            # only in float32: in bfloat16, diffusers cannot run a model with this value
+            # tested only in float32, because diffusers cannot run such a model in bfloat16
             "transformer": {**_HELIOS["transformer"], "is_amplify_history": True},
             "scheduler": {"use_dynamic_shifting": False, "shift": 3.0},
         },
@@ -748,7 +749,10 @@ def test_a_fault_is_found(inputs: Inputs, tmp_path: Path, name: str) -> None:
 def test_a_pipeline_that_diffusers_loads_and_saves(
     inputs: Inputs, tmp_path: Path, name: str
 ) -> None:
-    """The folder is as `save_pretrained` writes it, in bfloat16 and in shards."""
+    """A checkpoint that diffusers has loaded and saved again can be verified.
+
+    `save_pretrained` writes it in bfloat16 and in shards.
+    """
     case = _TABLE[name].of_case()
     first = _save(case, tmp_path / "first")
     options = {"variant": case.changes.get("variant"), "torch_dtype": torch.bfloat16}
@@ -765,7 +769,10 @@ def test_a_pipeline_that_diffusers_loads_and_saves(
 def test_a_modular_pipeline_that_diffusers_loads_and_saves(
     inputs: Inputs, tmp_path: Path, name: str
 ) -> None:
-    """The entries of the index name the folder of which the components were loaded."""
+    """A modular checkpoint that diffusers has loaded and saved again can be verified.
+
+    The index then names the folder from which the components were loaded.
+    """
     case = _TABLE[name].of_case()
     first = _save(case, tmp_path / "first")
     pipe = diffusers.ModularPipeline.from_pretrained(str(first))
@@ -820,7 +827,7 @@ def test_sizes_of_clips_follow_the_configs(
 ) -> None:
     case = Other(name).of_case()
     model = _model(_save(case, tmp_path / "model"), case)
-    for part, changes in configs.items():  # changed in the files, as diffusers makes no such model
+    for part, changes in configs.items():  # diffusers cannot create such models
         path = tmp_path / "model" / part / _CONFIG_NAMES.get(part, "config.json")
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     if isinstance(expected, str):

@@ -1,4 +1,4 @@
-"""Verification: a difference of one bit is found and measured, and each fault of a rank located."""
+"""Verification: differences of one bit are found and measured, and faults of ranks are located."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_one_ulp_is_found_and_placed(dtype: torch.dtype) -> None:
     same = _compare(latent, latent.clone())
     assert (same.equal, same.max_abs_diff, same.max_ulp, same.first_index) == (True, 0.0, 0, None)
     check = _compare(one_ulp_off(latent), latent)
-    # The fault is injected in the middle of 72 elements, at index 36.
+    # The fault is in the middle of 72 elements, at element 36, which has this index.
     assert (check.equal, check.max_ulp, check.first_index) == (False, 1, (0, 1, 0, 0, 0))
     assert 0 < check.max_abs_diff < 0.1
 
@@ -116,7 +116,7 @@ def test_a_tolerance_means_what_torch_means(
     dtype: torch.dtype, pairs: list[tuple[float, float]], atol: float, rtol: float
 ) -> None:
     ours, theirs = (torch.tensor(side).to(dtype) for side in zip(*pairs, strict=True))
-    wide = [side.double() for side in (ours, theirs)]  # torch would round the difference
+    wide = [side.double() for side in (ours, theirs)]  # torch would round in `dtype`
     is_close = torch.isclose(*wide, atol=atol, rtol=rtol)
     integer = torch.int32 if dtype is torch.float32 else torch.int16
     same_bits = ours.view(integer) == theirs.view(integer)
@@ -196,7 +196,7 @@ def test_another_host_names_no_file_outside_the_folder(tmp_path: Path) -> None:
         TensorStore(tmp_path).put("../clip3_step7", b"")
 
 
-# --- by real processes ----------------------------------------------------------------------------
+# --- verification with real ranks -----------------------------------------------------------------
 
 
 REQUESTS = [
@@ -246,7 +246,9 @@ def test_a_proof_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
 
 @pytest.mark.slow
 def test_the_steps_of_experts_are_found_for_a_configuration_from_python(tmp_path: Path) -> None:
-    """The caller does not know at which step the model's second expert takes over."""
+    """`verify` finds the step at which the second expert takes over, which a Python caller cannot
+    know.
+    """
     folder = save_tiny_wan(tmp_path / "model", boundary_ratio=0.6)
     sampling = WanSampling(height=32, width=32, num_frames=5, num_inference_steps=4)
     parallel = ParallelConfig(split="balanced")
@@ -263,7 +265,10 @@ def test_the_steps_of_experts_are_found_for_a_configuration_from_python(tmp_path
 def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its process goes on, and would keep its model and the allocator's cache on the device."""
+    """Rank 0 of a launcher frees its memory before the reference starts.
+
+    Its process continues, and would keep the model and the allocator's cache on the device.
+    """
     dummy = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
     models: list[weakref.ref[DummyModel]] = []
     emptied: list[bool] = []
@@ -289,7 +294,10 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 
 @pytest.mark.slow
 def test_a_planted_fault_is_caught_where_it_was_planted(tiny: PipelineConfig) -> None:
-    """All of this clip after the fault differs, and nothing else."""
+    """A planted fault is found at its place.
+
+    Everything of the clip after it differs, nothing else.
+    """
     verdict = verify(tiny, REQUESTS, fault=Damage("skip", 0, 1), atol=1e-6, rtol=1e-6)
     first = verdict.first_difference
     assert first is not None
