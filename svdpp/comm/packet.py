@@ -6,8 +6,8 @@
     payload    bytes of the tensors on the rank's device, concatenated
 
 gloo and NCCL do not report an error if the size or type of a received message differs from what the
-receiver expects. The receiver therefore checks the header before it reads on, and compares the
-metadata with its own action (clip, finished steps) and with the `TensorSpec`s that it expects.
+receiver expects. The receiver therefore checks the header before it reads on. It then compares the
+metadata with the clip, the number of finished steps, and the `TensorSpec`s that it expects.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 
 from svdpp.errors import MismatchError, TransportError
 
-# The header needs no version, because all ranks must have the same version of svdpp
-# (`driver.ranks.shared_settings`).
+# The header needs no version, because all ranks have the same version of svdpp. If a launcher such
+# as torchrun starts the ranks, `driver.ranks.shared_settings` compares the versions.
 _HEADER = struct.Struct("<IIQI")
 HEADER_BYTES = _HEADER.size
 #: Offset in bytes of each field of the header. `crc` is the CRC-32 of the metadata, `check` is the
@@ -69,18 +69,19 @@ Specs = Mapping[str, TensorSpec]
 
 @dataclass
 class Packet:
-    """State of a clip that later ranks need.
+    """Tensors that one rank sends to another, usually the state of a clip after some steps.
 
     Args:
         clip: Index of the clip.
         next_step: Number of finished steps of the clip.
         begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
-            machine that holds the packet. A wall clock could be set back while a clip is made.
+            machine that holds the packet. A wall clock is not used, because it may be set back
+            while a clip is made.
         tensors: Tensors by name, contiguous or not, on the rank's device or in host memory.
         tombstone: Whether the clip has failed or was cancelled. The packet then has no tensors, but
             is still sent, because later ranks wait for it.
         memory_pressure: Whether a rank that worked on the clip has run short of GPU memory, during
-            this clip or earlier. cuDNN may then have used another kernel, with other bits.
+            this clip or earlier. cuDNN may then have chosen another kernel, which gives other bits.
         compute_seconds: Seconds of encode, steps and decode so far, summed over all ranks. If the
             clip was resumed, the seconds of the earlier run are included.
     """
@@ -99,7 +100,7 @@ class Packet:
 
 
 class Header(NamedTuple):
-    """Header of a packet: sizes and checksums of what follows, in a fixed number of bytes."""
+    """Header of a packet, of fixed size: sizes of metadata and payload, and checksums."""
 
     metadata_bytes: int
     """Number of bytes of the metadata."""
@@ -115,14 +116,14 @@ class Header(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        """Return the header from bytes that `pack` has returned.
+        """Return the header that `pack` has converted to bytes.
 
         Raises:
             TransportError: The checksum of the header does not match.
         """
         *sizes, check = _HEADER.unpack(data)
         if check != _check_of(data):
-            raise TransportError("the header is damaged")
+            raise TransportError("the packet's header is damaged (wrong checksum)")
         return Header(*sizes)
 
 
@@ -134,8 +135,8 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
     """Return the metadata of a packet: JSON, a line break, and the tensors in host memory.
 
     Args:
-        packet: Packet whose tensors are on `device` (the payload, which is not returned here) or in
-            host memory.
+        packet: Packet. Its tensors on `device` are the payload, which is not part of the result;
+            all other tensors are in host memory.
         device: Device of the rank.
         crc: CRC-32 of the payload; None: the receiver does not check the payload.
     """
@@ -153,7 +154,7 @@ def pack_metadata(packet: Packet, device: torch.device, crc: int | None = None) 
 
 
 def flatten(tensors: Mapping[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Return the payload of a packet: bytes of the tensors on `device`, uint8 of shape (bytes,)."""
+    """Return the payload of a packet: bytes of the tensors on `device`, as uint8 of shape (n,)."""
     parts = [_bytes_of(tensor) for tensor in tensors.values() if tensor.device.type == device.type]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
 
@@ -206,7 +207,8 @@ class PacketMetadata:
             clip: Index of the clip that the receiver expects.
             next_step: Number of finished steps that the receiver expects.
             num_bytes: Number of bytes of the payload, according to the header.
-            known: Specs of some tensors that the packet must have, unless it is a tombstone.
+            known: Specs of some tensors that the packet must have, unless it is a tombstone (a
+                packet without tensors, of a failed or cancelled clip).
 
         Raises:
             MismatchError: The packet differs. The error has both values of the first difference.
@@ -226,10 +228,10 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet. Its tensors are copies, because views could be misaligned.
+        """Return the packet, whose tensors are copies: views of the payload could be misaligned.
 
         Args:
-            payload: Payload, uint8 of shape (bytes,), with the number of bytes given to `check`.
+            payload: Payload as uint8 of shape (bytes,), with as many bytes as `check` was given.
         """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]

@@ -1,11 +1,12 @@
 """CUDA streams, and copies between device and host. On the CPU, streams have no effect.
 
-No other module creates a stream, waits for a stream, or reads a tensor on a device; a test lists
-the few exceptions with their reasons. Three rules make copies safe while kernels are queued:
+No other module creates a stream, waits for a stream, or reads the values of a tensor on a GPU. A
+test lists the few exceptions with their reasons. Three rules make copies safe while kernels are
+queued:
 
 - Memory that a side stream fills is allocated in the context of that stream. The caching allocator
-  ties each block to a stream. A block that is free for its own stream may still be used by kernels
-  that are queued there, so no other stream may write to it.
+  ties each block to a stream. A freed block may still be in use by kernels that are queued on its
+  stream, so no other stream may write to the block.
 - `record_stream` is called if a second stream uses memory of a side stream.
 - Each thread that copies has one stream for its whole life. If it used a new stream for each
   message, the allocator would cache memory for each of them, and after 32 streams (the size of
@@ -26,7 +27,7 @@ Event = torch.cuda.Event | None
 
 
 def use_device(device: torch.device) -> None:
-    """Make `device` the current device of this thread. Each rank thread calls this first."""
+    """Make `device` the current device of this thread. Each thread of a rank first calls this."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
@@ -52,7 +53,7 @@ def record_event(device: torch.device) -> Event:
 
 
 def wait_for_event(event: Event) -> None:
-    """Wait until the device has reached an event. On the CPU, return immediately."""
+    """Block until the device has reached an event. On the CPU, return immediately."""
     if event is not None:
         event.synchronize()
 
@@ -64,7 +65,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class SideStream:
-    """CUDA stream for copies, beside the stream that denoises. Only one thread uses it."""
+    """CUDA stream for copies, which runs beside the stream that denoises. One thread uses it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,10 +73,10 @@ class SideStream:
 
     @contextlib.contextmanager
     def stream_context(self, after: Event = None) -> Iterator[None]:
-        """Queue the work of the `with` block on this stream; wait for the work at the end.
+        """Queue the work of the `with` block on this stream, and wait for it at the block's end.
 
         Args:
-            after: Event for which the work waits; None: the work begins immediately.
+            after: Event for which the stream waits before this work; None: it does not wait.
         """
         if self._stream is None:
             yield
@@ -94,7 +95,7 @@ class SideStream:
             after: Event after which the tensor is complete; None: the tensor is complete already.
 
         Returns:
-            Copy with the same shape and dtype; `tensor` itself if it already is in host memory.
+            Copy with the same shape and dtype, or `tensor` itself if it is in host memory already.
         """
         if tensor.is_cpu:
             return tensor
@@ -107,11 +108,12 @@ class SideStream:
         """Copy a tensor from host memory to the device, and wait for the copy.
 
         Args:
-            host: Tensor of any shape and dtype, pinned, so that CUDA needs no staging buffer.
+            host: Tensor of any shape and dtype. It should be pinned, so that CUDA needs no staging
+                buffer.
 
         Returns:
-            Copy on the device; `host` itself on the CPU. Call `record_stream` before another
-            stream uses the copy.
+            Copy on the device, or `host` itself if the device is a CPU. Call `record_stream` before
+            another stream uses the copy.
         """
         if self._stream is None:
             return host
@@ -138,17 +140,25 @@ class SideStream:
 
 
 def record_stream(tensor: torch.Tensor) -> None:
-    """Tell torch's allocator that the current stream uses another stream's tensor, of any shape."""
+    """Tell torch's allocator that the current stream uses a tensor of another stream.
+
+    The allocator then does not reuse the tensor's memory before the current stream is done with it.
+
+    Args:
+        tensor: Tensor of any shape and dtype; nothing is done for a tensor on a CPU.
+    """
     if tensor.is_cuda:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 class AsyncFlag:
-    """Time stamp and bool that are recorded on a device's current stream, and are read later.
+    """Time stamp and bool that the device's current stream records, and that are read later.
+
+    Creating the object does not wait for the device.
 
     Args:
         device: Device whose current stream is used.
-        flag: Bool tensor with one element on the device; None: only the time is recorded.
+        flag: Bool tensor with one element, on the device; None: only the time is recorded.
     """
 
     def __init__(self, device: torch.device, flag: torch.Tensor | None = None) -> None:
@@ -173,10 +183,11 @@ class AsyncFlag:
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: AsyncFlag) -> float:
-        """Return the seconds between two time stamps of a device, from `before` to this one.
+        """Return the seconds from the time stamp `before` to this time stamp.
 
         Args:
-            before: Earlier time stamp of the same device. The device must have recorded both.
+            before: Earlier time stamp of the same device. The device must already have recorded
+                both time stamps; see `wait`.
         """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000

@@ -1,12 +1,12 @@
 """Point-to-point transport of packets between ranks, by links with background threads.
 
 Each rank has one link for each neighbour, direction and channel. Each link has a thread, so that
-transfers overlap with denoising. Header and metadata are messages between CPUs. With NCCL, the
-payload is sent from device to device. gloo does not send CUDA tensors point to point, so with gloo
-the payload is sent through pinned host memory.
+transfers overlap with denoising. A packet's header and metadata are always sent from host memory.
+With NCCL, the payload is sent from device to device. gloo cannot send CUDA tensors point to point,
+so with gloo the payload is copied to pinned host memory and sent from there.
 
-The receiver knows the expected tensors before the packet arrives, and checks the metadata before it
-reads the payload. A difference raises a `MismatchError`, which names the sender.
+The receiver knows which tensors to expect before the packet arrives, and checks the metadata before
+it reads the payload. A difference raises a `MismatchError`, which names the sender.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ from svdpp.errors import (
 
 _Result = TypeVar("_Result")
 
-#: Timeout of the process group, which is longer than any run. Heartbeats detect stalled ranks: they
-#: name the stalled rank, while a timeout would name the rank that waits for it. With a shorter
-#: timeout, gloo would also close the connection to a rank that computes for longer.
+#: Timeout of the process group, which is longer than any run. Stalled ranks are found by their
+#: missing heartbeats: a timeout would name the rank that waits, and not the stalled rank. And with
+#: a shorter timeout, gloo would close the connection to a rank that computes for that long.
 GROUP_TIMEOUT = timedelta(days=7)
 
 # Clip index in the packets that open links; no real clip has this index.
 _HELLO_CLIP = 2**64 - 1
 
-# Pattern for messages of NCCL such as "Cuda failure 2 'out of memory'"
+# Pattern for NCCL's messages about CUDA errors, such as "Cuda failure 2 'out of memory'".
 _NCCL_CUDA = re.compile(r"Cuda failure(?: \d+)? '([^']*)'", re.IGNORECASE)
 
-#: Kind of the packets on a link: states of clips (`clips`), predictions that the two ranks of a
-#: pair exchange in each step (`predictions`), or final latents and frames of clips that several
-#: ranks decode (`decode`).
+#: Kind of the packets on a link. `clips`: states of clips. `predictions`: results of the denoiser,
+#: which two ranks that share a step exchange. `decode`: final latents and frames of clips that
+#: several ranks decode together.
 Channel = Literal["clips", "predictions", "decode"]
 Direction = Literal["recv", "send"]
 # Identity of a transfer: direction, clip, number of finished steps, and peer rank.
@@ -73,7 +73,7 @@ _Ends = tuple[Direction, int, int, int]
 
 
 class Transfer(NamedTuple):
-    """Measurement of the transfer of one packet, by the sender or by the receiver."""
+    """Measured transfer of one packet. The sender and the receiver each measure it."""
 
     direction: Direction
     clip: int
@@ -84,25 +84,26 @@ class Transfer(NamedTuple):
     num_bytes: int
     """Number of bytes of the packet's payload."""
     seconds: float
-    """Seconds from the end of the header to the last byte of the payload."""
+    """Seconds from the arrival of the header until the end of the transfer."""
     waited: float
-    """Seconds that the sender waited until the receiver took the header; 0 if measured by the
-    receiver."""
+    """Seconds that the sender waited until the receiver took the header; 0 if the receiver has
+    measured the transfer."""
     end: float
     """End of the transfer, in seconds on the host's monotonic clock."""
 
 
 @dataclass(eq=False)
 class Transport:
-    """All links of one rank, over which the rank sends packets to other ranks and receives packets.
+    """All links of one rank, by which it sends packets to other ranks and receives their packets.
 
     Args:
         rank: Number of the rank.
         device: Device on which received tensors are put.
         backend: Backend of the process group that the rank has joined, `gloo` or `nccl`.
-        on_transfer: Callback for each finished transfer of a clip. It is called in the threads of
-            the links.
-        checksum: Whether the sender computes a CRC-32 of each payload, and the receiver checks it.
+        on_transfer: Callback for each finished transfer on the channel `clips`. It is called in the
+            threads of the links.
+        checksum: Whether packets that this rank sends contain a CRC-32 of their payload, which the
+            receiver checks.
         monotonic_ahead: Seconds by which this host's monotonic clock is ahead of the clock of rank
             0. Times in packets are times of rank 0's clock.
     """
@@ -117,16 +118,15 @@ class Transport:
     def __post_init__(self) -> None:
         self._direct = self.backend == "nccl"
         self._links: dict[tuple[str, int, Channel], _Link] = {}
-        # Process groups of all channels except `clips`, by channel and direction (True: packets go
-        # to a higher rank).
+        # Process groups by channel and direction (True: packets go to a higher rank). The channel
+        # `clips` has no entries, because it uses the default group.
         self._groups: dict[tuple[Channel, bool], Any] = {}
         self.sent: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        """Clip and number of finished steps of each packet that `send` got, by receiver and
-        channel. Predictions and the packets that open links are not listed. The caller clears the
-        lists."""
+        """Packets that were given to `send`, by receiver and channel: a tuple (clip, number of
+        finished steps) for each. Predictions and the packets that open links are left out. The
+        caller clears the lists."""
         self.bytes_sent = self.bytes_received = 0
-        """Number of bytes of all payloads sent so far, on all channels. `bytes_received` is the
-        same for received payloads."""
+        """Number of bytes of the payloads that were sent and received so far, on all channels."""
         # A lock is needed, because ProcessGroupNCCL is not documented as thread-safe.
         self._enqueue = threading.Lock()
         self._counting = threading.Lock()
@@ -139,14 +139,14 @@ class Transport:
         """Open this rank's links by sending a small packet on each link.
 
         The first NCCL message between two ranks creates a communicator, and blocks until both ranks
-        have called NCCL (pytorch/pytorch#108378). All ranks therefore follow the same rounds of
-        disjoint pairs of ranks. If packets are sent in both directions between two ranks, each
-        direction has its own process group, because sends that cross in one communicator would wait
-        for each other.
+        have called NCCL (pytorch/pytorch#108378). To avoid a deadlock, all ranks open the links in
+        the same order, in rounds in which no rank has two links. If two ranks send packets to each
+        other, each direction has its own process group: in one communicator, two sends that cross
+        would wait for each other.
 
         Args:
-            links: Rounds of pairs (from, to), by channel, which must be the same on all ranks; see
-                `plan.actions.connect_rounds`.
+            links: Rounds of links by channel. A link is a tuple (from, to) of ranks. All ranks must
+                pass the same rounds; see `plan.actions.connect_rounds`.
             on_connecting: Callback that gets the rank at the other end of each link, before the
                 link opens; None: no callback.
 
@@ -188,8 +188,9 @@ class Transport:
             next_step: Number of finished steps that the packet must have.
             peer: Rank that sends the packet.
             channel: Channel of the link.
-            known: Specs of some tensors that the packet must have. They are compared before the
-                payload is read. None: only `PendingPacket.wait` compares tensors.
+            known: Specs of some tensors that the packet must have, which are compared with the
+                metadata before the payload is read. None: only `PendingPacket.wait` compares
+                tensors.
         """
         link = self._link("from", peer, channel)
         ends: _Ends = "recv", clip, next_step, peer
@@ -218,7 +219,8 @@ class Transport:
     def drain(self) -> None:
         """Wait until the memory of all sent packets may be reused.
 
-        Even then the process must not end yet, because bytes may still be in NCCL's buffers.
+        The process must still not end after this call, because NCCL's buffers may hold bytes that
+        have not been sent.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -248,9 +250,9 @@ class Transport:
         with translated_errors(*_attempt(ends, self.rank)):
             if self._direct:
                 # NCCL's receive is a kernel that occupies multiprocessors of the receiver until the
-                # bytes arrive, and would slow down the receiver's computation. The receiver starts
-                # this kernel when it has the header, so the header is sent only when the bytes
-                # exist.
+                # payload arrives, which slows down the receiver's denoising. The receiver starts
+                # the kernel when it has the header. So the header is sent only when the payload has
+                # been computed.
                 streams.wait_for_event(after)
             staged = payload if self._direct else link.stream.to_host(payload, after)
             checked = self.checksum and not packet.tombstone
@@ -280,7 +282,7 @@ class Transport:
             header = Header.unpack(data)
             data = _receive_bytes(header.metadata_bytes, link)
             if zlib.crc32(data) != header.crc:
-                raise TransportError("a packet's metadata is damaged")
+                raise TransportError("the packet's metadata is damaged (wrong checksum)")
             metadata = PacketMetadata(data)
             metadata.check(clip, next_step, header.num_bytes, known)
             payload = self._receive_payload(link, header.num_bytes)
@@ -306,21 +308,21 @@ class Transport:
         return stream.to_device(host)
 
     def _run_nccl(self, enqueue: Callable[[], dist.Work | None]) -> None:
-        """Enqueue an NCCL operation, and make the current stream wait for its end."""
+        """Enqueue an NCCL operation, and let the current CUDA stream wait for the operation."""
         with self._enqueue:
             work = enqueue()
         if work is not None:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
-        """Count the bytes of a finished transfer, and report a transfer of a clip's state."""
+        """Count the bytes of a finished transfer. On the channel `clips`, also report it."""
         with self._counting:
             if ends[0] == "send":
                 self.bytes_sent += size
             else:
                 self.bytes_received += size
-        # Transfers on other channels are not reported, because steps and decodes include their
-        # time.
+        # Transfers on other channels are not reported, because their time is already counted as a
+        # part of steps and decodes.
         if ends[1] != _HELLO_CLIP and link.channel == "clips":
             end = time.monotonic()
             self.on_transfer(Transfer(*ends, size, end - begun, waited, end))
@@ -339,12 +341,13 @@ class PendingPacket:
         """Wait for the packet, and return it. This method can be called only once.
 
         Args:
-            whole: Function that gets the packet's tensors (including the structure, which lists all
-                tensors) and returns the specs that all tensors must have. It is not called for a
-                tombstone. None: only the `known` tensors of `post_receive` are compared.
+            whole: Function that gets the packet's tensors and returns the specs that they must
+                have. (The tensor `structure` is a JSON text that lists all tensors.) The function
+                is not called for a tombstone, which is the packet of a failed or cancelled clip.
+                None: only the `known` tensors of `post_receive` are compared.
 
         Returns:
-            Packet, whose tensors the current stream may use.
+            Packet. The current stream may use its tensors.
 
         Raises:
             MismatchError: The packet is not the expected packet.
@@ -381,13 +384,13 @@ class _Link:
         return future
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
-        """Call a function, unless an earlier call on this link has failed."""
+        """Call a function; raise an error instead if an earlier call on this link has failed."""
         if self._failure is not None:
             kind: type[RankError] = BrokenLinkError
             if isinstance(self._failure, TransportError):
                 kind = type(self._failure)
             details = getattr(self._failure, "details", {})
-            raise kind(f"the link failed before: {self._failure}", details=details)
+            raise kind(f"an earlier transfer on this link failed: {self._failure}", details=details)
         try:
             return work()
         except Exception as error:
@@ -410,7 +413,7 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """Return a transfer in words, such as `send clip 3`, and the details of its error."""
+    """Return a transfer in words, such as "send clip 3 at step 14 to rank 1", and error details."""
     direction, clip, step, peer = ends
     is_send, is_hello = direction == "send", clip == _HELLO_CLIP
     details = {"clip": clip, "step": step}
@@ -427,11 +430,12 @@ def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
 def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Turn RuntimeErrors of gloo or NCCL in the `with` block into errors that name the transfer.
 
-    An out-of-memory error or a GPU error is a failure of this rank. A `BrokenLinkError` is often
-    caused by another rank, which the parent then finds.
+    If memory ran out or the GPU failed, this rank is the cause. A `BrokenLinkError` is often caused
+    by the failure of another rank; the parent process finds out which rank failed first.
 
     Args:
-        attempt: Description of the transfer, as the end of a sentence that begins with "could not".
+        attempt: Description of the transfer that can follow "could not", such as "send clip 3 at
+            step 14 to rank 1".
         details: Details of the transfer, which are added to the details of the error; None: no
             details are added.
 
@@ -439,7 +443,7 @@ def translated_errors(attempt: str, details: Mapping[str, Any] | None = None) ->
         OutOfMemoryError: The backend reports that memory ran out.
         DeviceError: The GPU failed.
         BrokenLinkError: The backend raised any other RuntimeError.
-        TransportError: The block raised a TransportError. The raised error has the same type.
+        TransportError: The block raised a TransportError; the new error has the same type.
     """
     try:
         yield
@@ -467,7 +471,7 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
             "the GPU or its driver failed: see `nvidia-smi -q` and `dmesg | grep Xid`",
             details=details,
         )
-    # a message of NCCL ends with "Last error:" and the cause
+    # NCCL's messages end with "Last error:" and the cause.
     _, _, last = text.partition("Last error:")
     cause = f" (last error: {first_line(last)})" if last else ""
     details["cause"] += cause
