@@ -99,7 +99,7 @@ def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
     command = [find_ffmpeg(), "-hide_banner", "-i", str(tmp_path / "x.mp4")]
     text = subprocess.run(command, capture_output=True, text=True).stderr
     assert "Video: h264" in text
-    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # short if all colour tags are bt709
+    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # one bt709 if all tags are equal
     assert "7 fps" in text
     assert "Duration: 00:00:01.00" in text
     data = (tmp_path / "x.mp4").read_bytes()

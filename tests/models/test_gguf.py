@@ -60,7 +60,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny LTX-Video with layers of such a width."""
+    """Tiny LTX-Video whose layers have a width that is a multiple of 32."""
     torch.manual_seed(0)
     transformer = diffusers.LTXVideoTransformer3DModel(
         **{"in_channels": 8, "out_channels": 8, "num_layers": 1, "caption_channels": 16},

@@ -126,7 +126,7 @@ def test_a_half_precision_encode_includes_its_upcast_weights() -> None:
 def test_a_config_that_does_not_describe_the_weights_is_named(folder: Path) -> None:
     """A config that does not fit the weights is named, and the clip's size is not blamed.
 
-    Without the key, diffusers uses a default.
+    The config lacks a key, for which diffusers uses a default.
     """
     edit_json(folder / "unet/config.json", cross_attention_dim=None)
     checkpoint = read_folder(folder)

@@ -76,7 +76,7 @@ def test_each_rank_evaluates_every_second_call(count: int) -> None:
             assert torch.equal(noise.view(torch.int32), alone[0].view(torch.int32))
             assert torch.equal(audio.view(torch.int32), alone[1].view(torch.int32))
         own = [scales[0::2], scales[1::2]]
-        if not is_later:  # the second rank also learns the results' shapes
+        if not is_later:  # an extra call tells the second rank the results' shapes
             own[1] = scales[:1] + own[1]
         assert [rank.evaluated for rank in ranks] == own
     assert [rank.resets for rank in ranks] == [2 * bool(count)] * 2

@@ -114,7 +114,7 @@ def test_a_wrong_request_is_refused_at_once(
     error = error_of(answer, status, code)
 
     assert words in error["message"]
-    assert "--" not in error["message"]  # no command-line options
+    assert "--" not in error["message"]  # names no command-line option
     if field:
         faults = error["details"].get("faults", [error["details"]])
         assert [fault["field"] for fault in faults] == [field]

@@ -194,7 +194,7 @@ def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Itera
             _, service = build(settings, None)
             opened.callback(service.queue.close)
             services.append(service)
-        for service in (*services, *services):  # each registers, then reads all
+        for service in (*services, *services):  # twice, so that each one knows all others
             service.fleet._renew_claims()
         yield services
 

@@ -89,7 +89,7 @@ class Page:
         from selenium.common.exceptions import StaleElementReferenceException
 
         def has_happened() -> bool:
-            time.sleep(0.1)  # a query costs the browser even more
+            time.sleep(0.1)  # a query of the browser takes longer
             try:
                 return bool(happens())
             except StaleElementReferenceException:

@@ -278,7 +278,7 @@ def test_a_server_takes_only_jobs_whose_loras_it_has(opened: Open) -> None:
     with has_lora.backend.transaction() as connection:
         query = "SELECT sampling FROM jobs WHERE id = ?"
         ((text,),) = connection.execute(query, (first,)).fetchall()
-    with pytest.raises(RequestError, match="no parameter 'loras'"):  # as in an older svdpp
+    with pytest.raises(RequestError, match="no parameter 'loras'"):  # an older svdpp refuses it
         sampling_from(json.loads(text))
     again = replace(job_of(has_lora, first), id="video_2", idempotency_key="a", loras=())
     has_lora.add(replace(again, id="video_1", loras=(lora,)), None)
@@ -356,7 +356,7 @@ def test_a_store_with_objects_of_others_is_refused(tmp_path: Path, database: str
     queue(adopts=True).close()
     queue().close()
     (tmp_path / "data" / "queue.id").touch()
-    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # another fleet
+    with pytest.raises(RequestError, match=r"other files, such as 'queue\.id'"):  # of another fleet
         queue()
     with pytest.raises(RequestError, match=r"the store .* does not belong to the queue"):
         queue(store=FileStore(tmp_path / "other", f"memory://{new_id()}"))

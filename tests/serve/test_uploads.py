@@ -77,7 +77,7 @@ def test_the_decoder_is_light() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read any file; to decode it
+@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read any file; to decode this one
 def test_a_photograph_that_takes_much_memory_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
 ) -> None:

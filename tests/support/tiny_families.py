@@ -101,9 +101,9 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
     """Save a pipeline of a family with random weights to `folder`, and return the folder.
 
     `changes` may have options of `save_pretrained`, options of the function in `PARTS`, and
-    components that replace those of that function. Three further options are `configs`: changed
-    values of components' configs, by component (see `rebuild`); `class_names`: class names to write
-    into the index, by component; and `saved_dtype`: dtype of all saved weights.
+    components that replace those of that function. There are three further options. `configs` has
+    changed config values, by component (see `rebuild`). `class_names` has class names to write into
+    the index, by component. `saved_dtype` is the dtype of all saved weights.
     """
     options = {name: changes.pop(name) for name in _OPTIONS & changes.keys()}
     if family.endswith("_v2v"):

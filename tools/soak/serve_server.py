@@ -248,7 +248,7 @@ def _has_listened(log: str) -> bool:
 
 
 def fork_server_of(server: int) -> int | None:
-    """Return the process id of the fork server of a server's process id; None if there is none."""
+    """Return the process id of a server's fork server; None if there is none."""
     return next((pid for pid in _children(server) if _FORK_SERVER in command_line(pid)), None)
 
 

@@ -180,7 +180,7 @@ def _growth(results: list[Path]) -> list[float]:
 
 
 def wrong_clips(folder: Path) -> list[int]:
-    """Return the indices of finished clips whose latent differs from that of a plain loop here."""
+    """Return the indices of finished clips whose latent differs from that of a plain loop."""
     device.apply_settings(num_threads=CONFIG.num_threads, device="cpu")
     shape, steps = CONFIG.model.dummy_latent.shape, CONFIG.sampling.num_inference_steps
     model = DummyModel(LatentSpec(shape=shape), steps, torch.device("cpu"))
