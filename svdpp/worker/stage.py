@@ -126,7 +126,11 @@ class PipelineStage:
             self._context.profiler.select_clip(actions)
 
     def prepare_image(self, request: ClipRequest) -> None:
-        """Begin to prepare the images of a clip that `enqueue` will get later."""
+        """Begin to prepare the images of a clip that `enqueue` will get later.
+
+        Args:
+            request: Request of the clip. Without sampling parameters it has those of the run.
+        """
         whole = replace(request, sampling=request.sampling or self._sampling)
         self._images.prepare_early(whole, partial(self._image_ready, whole))
 
@@ -135,6 +139,9 @@ class PipelineStage:
 
         An error that concerns only one clip is reported to the parent. The clip's packet becomes a
         tombstone, which tells later ranks to drop the clip.
+
+        Args:
+            action: Action of this rank. `enqueue` has got the request of its clip.
 
         Raises:
             MismatchError: A packet is not the expected packet.

@@ -210,7 +210,10 @@ class Damage:
         Transport.send = damaged  # type: ignore[method-assign, assignment]
 
     def _damage_payload(self, sending: SimpleNamespace) -> None:
-        """Drop the payload's last bytes, or change a byte after the checksum has been computed."""
+        """Drop the payload's last bytes, or change a byte after the checksum has been computed.
+
+        Field `clip`: name another clip, after the sender has compared the clip with its plan.
+        """
         flatten, pack, payloads = link.flatten, link.pack_metadata, list[torch.Tensor]()
 
         def flatten_damaged(tensors: Tensors, device: torch.device) -> torch.Tensor:
@@ -222,6 +225,8 @@ class Damage:
         def pack_damaged(packet: Packet, *rest: Any) -> bytes:
             if self.field == "payload" and packet.clip == self.clip:
                 payloads[0][0] ^= 1
+            if self.field == "clip" and packet.clip == self.clip:
+                packet = replace(packet, clip=packet.clip + 1)
             return pack(packet, *rest)
 
         link.flatten = flatten_damaged  # type: ignore[assignment]
