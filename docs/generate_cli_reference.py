@@ -3,8 +3,8 @@
 The two parts are the table of families in docs/models.md and the list of files in
 docs/architecture.md.
 
-python docs/generate_cli_reference.py            writes them
-python docs/generate_cli_reference.py --check    exit 1 where one is not what would be written
+python docs/generate_cli_reference.py            write the pages
+python docs/generate_cli_reference.py --check    change nothing; exit with 1 if a page is outdated
 """
 
 from __future__ import annotations

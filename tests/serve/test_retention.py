@@ -89,7 +89,7 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     id, other, requested = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
     waiting = add(store)
     put_files(folder, waiting)
-    for each in (other, requested):  # these wait for the verifier
+    for each in (other, requested):  # both wait for the verifier
         store.set_verification(each, "running")
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
