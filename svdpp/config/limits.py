@@ -18,7 +18,7 @@ from svdpp.errors import InputError, RequestError
 #: not improve a clip.
 MAX_STEPS = 1000
 #: Largest seed; the smallest is 0. `torch.Generator.manual_seed` maps negative seeds to seeds above
-#: this number, so such seeds would not be unique.
+#: this number. If both were allowed, two different seeds could give the same clip.
 MAX_SEED = 2**63 - 1
 MAX_FRAMES = 1024
 #: Largest height and width of a frame, in pixels.
@@ -57,7 +57,7 @@ SMALL_FILE_BYTES = 1_000_000
 def max_threads() -> int:
     """Return the largest number of intra-op threads that a request may ask for, for each rank.
 
-    The limit depends on all CPU cores of this machine, and not on the number of ranks.
+    The limit depends only on the number of CPU cores of this machine, not on the number of ranks.
     """
     return MAX_THREADS_PER_CORE * (os.cpu_count() or 1)
 

@@ -134,9 +134,10 @@ class ModelConfig:
     loras: tuple[Lora, ...] = ()
     """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
-    """Further LoRAs that single clips use. Before the ranks start, these files are checked and
-    their memory is counted. The field `weight` of these LoRAs is ignored. A request may also name
-    LoRAs that are not listed here; these are checked when the request is submitted."""
+    """Further LoRAs, which only some of the clips use. Before the ranks start, the files are
+    checked and their memory is counted. The `weight` of LoRAs in this list is ignored. A request
+    may also name LoRAs that are not in this list; they are checked when the request is
+    submitted."""
     denoisers: tuple[Denoiser, ...] = ()
     """GGUF denoisers that replace the denoiser of the checkpoint. If it has two experts (denoisers
     for high and for low noise), they replace one or both."""
@@ -291,7 +292,7 @@ class PipelineConfig:
     """Device of the ranks: `cpu`, `cuda` (rank r runs on cuda:r), or one device for all ranks, such
     as `cuda:0`."""
     num_threads: int = 1
-    """Number of torch's intra-op threads on a CPU. It holds for each rank, and for the run on one
+    """Number of torch's intra-op threads on a CPU. It applies to each rank, and to the run on one
     device with which `verify` compares clips. The bits of clips depend on this number."""
     timeout_seconds: float = 600.0
     """Seconds without progress after which a rank counts as stalled, and the run is aborted."""
@@ -361,7 +362,7 @@ class PipelineConfig:
         """Layout of the ranks: it says which rank runs which steps of a clip.
 
         Raises:
-            RequestError: The ranks do not divide the steps, or the fields contradict each other.
+            RequestError: The steps cannot be split over the ranks, or fields contradict each other.
         """
         return Layout.of(
             self.parallel,
@@ -589,11 +590,12 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
     # A pair of ranks that divides a batch of two may round differently than one rank, so the bits
-    # depend on `cfg_parallel`. Such clips are marked as unproven. Clips of mixed devices are marked
-    # so, too, but mixed devices cannot form pairs.
+    # depend on `cfg_parallel`. Such clips are marked as unproven. Clips of mixed devices are also
+    # marked as unproven, but mixed devices cannot form pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    # These fields are left out if a clip's JSON lacks them, such as the JSON of svdpp 0.3.
+    # A clip's JSON may lack these fields, for example if svdpp 0.3 has written it. Fields that it
+    # lacks are left out.
     optional = (
         *("components", "lora", "denoiser", "attention_backend"),
         *("last_image_sha256", "references_sha256", "vae_tiling"),

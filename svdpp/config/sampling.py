@@ -306,7 +306,7 @@ class CommonSampling:
 
     @property
     def steps_unit(self) -> int:
-        """Number that must divide the number of steps."""
+        """Number of which `num_inference_steps` must be a multiple, such as a clip's chunks."""
         return 1
 
     def with_few_steps(self, lowest: int, num_ranks: int) -> Self:
@@ -332,7 +332,7 @@ class CommonSampling:
         Raises:
             RequestError: A video is missing, or the family takes no video of this name.
         """
-        taken = ", ".join(self.videos)
+        taken = f"it takes {' and '.join(self.videos)}" if self.videos else ""
         for name in sorted({*names} - {*self.videos}):
             raise RequestError(
                 f"the family {self.family} takes no video {name!r}",

@@ -19,7 +19,7 @@ class Kind(StrEnum):
     ENCODE = "ENCODE"
     """Encode the clip's image and prompt, and draw the initial latent."""
     LOAD_CHECKPOINT = "LOAD_CHECKPOINT"
-    """Read the latent checkpoint that an earlier run wrote after step `start`."""
+    """Read the latent checkpoint, a file that an earlier run wrote after `start` steps."""
     RECV = "RECV"
     """Post the receive of the clip's packet, which is the clip's state, and return at once. The
     clip's next action waits for the packet."""
@@ -180,8 +180,8 @@ class Route:
     one branch of the guidance. Only the first rank of a pair, rank r, is in `ranges`; it also
     encodes and finishes the clip."""
     shares: tuple[DecodeShare, ...] = ()
-    """Parts of the clip in order, if several ranks decode it, each with its rank. The route's last
-    rank decodes the first part. Empty: the last rank decodes the whole clip."""
+    """If several ranks decode the clip: each rank with its part, in the order of the parts. The
+    route's last rank decodes the first part. Empty: the last rank decodes the whole clip."""
 
     @property
     def start(self) -> int:
@@ -294,8 +294,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # By rank: visits in which the rank decodes a part of a clip for another rank. The number is how
-    # many of the rank's other visits (`visits`) come before.
+    # By rank: the visits in which it decodes a part of a clip for another rank. Each has a number:
+    # how many of the rank's other visits come before it.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):

@@ -20,14 +20,14 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Largest number of ranks in a replica that the search tries. Larger replicas take long to forecast,
-# and clips are not made faster by them.
+# Largest number of ranks in a replica that the search tries. Layouts with larger replicas take long
+# to forecast, and are not faster.
 _MAX_REPLICA_SIZE = 64
-# Largest ratio of two times that count as equal. If several layouts are equally fast, the simplest
-# is chosen.
+# Two times count as equal if their ratio is at most this number. If several layouts are equally
+# fast, the simplest is chosen.
 _EQUAL = 1.001
-# Smallest throughput, as a fraction of the best layout's, of layouts that are considered when the
-# latency is minimised.
+# When the latency is minimised, only layouts with at least this fraction of the best throughput are
+# considered.
 _RATE_KEPT = 0.9
 
 
@@ -84,7 +84,7 @@ class _Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class _Search:
-    """Search for the best layout; all fields but the first are arguments of `choose_layout`."""
+    """Search for the best layout. All fields after the first are arguments of `choose_layout`."""
 
     data_parallel: Layout
     """Layout in which each rank makes whole clips; all candidates are changed copies of it."""

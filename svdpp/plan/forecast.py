@@ -19,10 +19,10 @@ from svdpp.plan.split import Cuts
 #: work of one rank on one clip. Further clips are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
-# Number of clips per rank that stands for a long queue: enough for clips to finish at a constant
-# rate.
+# Number of clips for each rank that are computed to forecast a long queue: enough for clips to
+# finish at a constant rate.
 _QUEUED_PER_RANK = 16
-# Maximum number of clips for each layout in a comparison of layouts.
+# Largest number of clips that are computed for each layout when layouts are compared.
 _LARGE_SAMPLE = 65_536
 
 #: Ranks that work on a clip, in order, each with the seconds of its work.
@@ -204,8 +204,8 @@ class _Simulation:
         """Record when one of two ranks begins a transfer, or a DENOISE that both run together.
 
         If the other rank has begun before, the end of the transfer is computed and recorded, and
-        ranks that wait for it are resumed. Of a DENOISE, the time at which both ranks have begun is
-        recorded instead.
+        ranks that wait for it are resumed. For a DENOISE, the time at which both ranks have begun
+        is recorded instead.
         """
         other = self.half_open.pop(transfer, None)
         if other is None:
@@ -442,8 +442,8 @@ def stage_times(route: Route, costs: CostModel) -> StageTimes:
 
     Returns:
         Tuples (rank, seconds), in the order of the route. For a pair (two ranks that share each
-        step), only the first rank is returned. At the start of a clip, its seconds include the
-        transfer of the packet to the second rank.
+        step), only the first rank is returned. For the first pair that runs steps, the seconds
+        include the transfer of the packet to the second rank.
     """
     seconds = _step_seconds(route, costs)
     if not route.start:

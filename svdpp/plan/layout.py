@@ -483,7 +483,7 @@ def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
 def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
     """Divide the chunks of a decode, in order, into parts as equal as possible.
 
-    Parts are divided between two chunks, at the place that is nearest to an equal division. If two
+    Each cut lies between two chunks, at the place that is nearest to an equal division. If two
     places are equally near, the earlier one is taken. The first part is then the smaller one, which
     is useful, because the rank of the first part also writes the clip.
 
@@ -523,7 +523,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
             f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "
             f"{sum(chunks)} frames has only {len(chunks)}",
             f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, which "
-            "changes the bits",
+            "changes the bits of clips",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},
         )
 

@@ -20,7 +20,7 @@ def canonical_split(split: Any) -> Any:
     """Return the current name of a split; `dithered` is the former name of `alternating`.
 
     Args:
-        split: Value from a user or a file. Any value but `dithered` is returned unchanged.
+        split: Value from a user or a file. Any value except `dithered` is returned unchanged.
     """
     return "alternating" if split == "dithered" else split
 

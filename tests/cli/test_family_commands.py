@@ -182,7 +182,11 @@ REFUSED = [
     (f"run talk.mp4 {V2V} --param strength=0.001", 2, "the limit is 1000"),
     (f"run talk.mp4 {V2V} --param strength=0", 2, "strength must be above 0"),
     (f"{ANIMATE} {POSE}", 2, "needs the video face_video\nhint: give --video face_video=FILE"),
-    (f"{ANIMATE} {POSE} --video fac=rocket.jpg", 2, "no video 'fac'\nhint: pose_video, face_vi"),
+    (
+        f"{ANIMATE} {POSE} --video fac=rocket.jpg",
+        2,
+        "no video 'fac'\nhint: it takes pose_video and",
+    ),
     (f"{ANIMATE} {POSE} {FACE} --video mask_video=x", 2, "takes no video 'mask_video'"),
     (f"{ANIMATE} {POSE} --video face_video", 2, "--video takes NAME=FILE, got 'face_video'"),
     (f"{ANIMATE} {POSE} --video face_video=gone.mp4", 7, "does not exist"),

@@ -1,4 +1,4 @@
-"""Sampling parameters and specs of LTX-Video: up to 0.9.1, and from 0.9.5 with conditions."""
+"""Sampling parameters and specs of LTX-Video, up to version 0.9.1 and from version 0.9.5."""
 
 from __future__ import annotations
 

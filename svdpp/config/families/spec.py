@@ -342,7 +342,7 @@ class FamilySpec:
 
     @property
     def components(self) -> frozenset[str]:
-        """Names of all components that some rank may load."""
+        """Names of all components that any of the ranks may load."""
         return self.required_components.union(IMAGE_ENCODERS, self.denoisers, self.own_guiders)
 
     @property

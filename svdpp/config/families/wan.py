@@ -329,7 +329,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    if sampling.from_image:  # for clips from text, `WanPipeline` calls `set_begin_index`
+    if sampling.from_image:  # clips from text cannot fail: `WanPipeline` calls `set_begin_index`
         check_first_timesteps(checkpoint, sampling)
 
 
