@@ -340,9 +340,9 @@ def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
 
 
 def _unexplained_failures(jobs: list[Job]) -> list[str]:
-    """Return descriptions of failed jobs, except those whose ranks ended twice.
+    """Return descriptions of failed jobs, except those whose ranks failed twice.
 
-    A job may fail after its ranks have ended twice, because the server then gives up.
+    A job may fail after its ranks have failed twice, because the server then gives up.
     """
     return [
         f"{job.idempotency_key}: {job.error}"
