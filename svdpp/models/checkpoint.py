@@ -63,7 +63,7 @@ _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
 #: Suffixes of files that contain a whole model, which svdpp does not read.
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
-#: Classes of VAEs for which diffusers does not implement `enable_tiling`. It is SVD's VAE.
+#: Classes of VAEs for which diffusers does not implement `enable_tiling`. The only one is SVD's.
 _UNTILED_VAES = frozenset({"AutoencoderKLTemporalDecoder"})
 
 #: Rule for an input such as an image or a prompt: a clip needs, may have, or must not have the
@@ -130,8 +130,8 @@ class Checkpoint:
     unused_parameters: tuple[str, ...] = ()
     """Sampling parameters of the family that have no effect on this model."""
     boundary_ratio: float | None = None
-    """Fraction of the training timesteps below which `transformer_2` runs. None: the model has only
-    one denoiser."""
+    """Timesteps below this fraction of the training timesteps are run by `transformer_2`, the
+    low-noise expert. None: the model has only one denoiser."""
     decode_draws_noise: bool = False
     """Whether decoding a clip draws random numbers."""
     vae_tile_side: int | None = None
@@ -209,7 +209,7 @@ class Checkpoint:
         return frozenset(part for part, _ in self.classes if part in needed)
 
     def weighted_components_of(self, roles: Roles, sampling: SamplingConfig) -> frozenset[str]:
-        """Return the names of those components of `components_of` that have weights."""
+        """Return the names of the components with weights that a rank loads for its roles."""
         return frozenset(filter(has_weights, self.components_of(roles, sampling)))
 
     def check_request(self, sampling: SamplingConfig, request: ClipRequest) -> None:
@@ -362,7 +362,7 @@ class Checkpoint:
         return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
 
     def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
-        """Return the weight files of components, without those in other repositories.
+        """Return the weight files of those components that are not in another repository.
 
         Args:
             parts: Names of components with weights.

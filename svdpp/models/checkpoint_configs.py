@@ -1,5 +1,6 @@
 """Reading and checks of a checkpoint's JSON configs: the index, and the configs of the components.
 
+The index is `modular_model_index.json` or `model_index.json`, and names the components' classes.
 The configs are untrusted. A checkpoint is refused if it needs code, if it names a class that svdpp
 does not know, or if a size in a config is above its limit.
 """
@@ -132,11 +133,11 @@ class Configs:
         self.classes = _classes_of(index, spec)
         for part in sorted(spec.required_components - self.classes.keys()):
             raise index.error(f"the component {part} is missing", details={"component": part})
-        #: Class name of the scheduler, and below, the values of its config. If the family has no
-        #: scheduler, the class name is None, and the config is empty.
+        #: Class name of the scheduler; None: the family has no scheduler.
         self.scheduler_class: str | None = None
         if spec.schedulers:
             self.scheduler_class = self._find_scheduler(spec.schedulers)
+        #: Values of the scheduler's config; empty if the family has no scheduler.
         self.scheduler_config: Mapping[str, Any] = {}
         parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
         #: Folders of components, as in `Checkpoint.component_folders`.

@@ -332,10 +332,10 @@ def _has_names(component: ComponentFolder, variant: str | None) -> bool:
 def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
     """Return the variant in which a component's weights are read; None: the plain files.
 
-    A component may lack the requested variant. As in diffusers, its plain files are read then, if
-    another component of the checkpoint has the variant. For a component in another repository, the
-    plain files are always read then. In all other cases the requested variant is returned, and
-    `weight_files` reports its files as missing.
+    If a component lacks the requested variant, its plain files are read instead. As in diffusers,
+    this is allowed only if another component of the checkpoint has the variant, or if the component
+    is in another repository. Otherwise the requested variant is returned, and `weight_files`
+    reports that its files are missing.
 
     Args:
         component: Folder of the component.
@@ -406,7 +406,7 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """Return the dtype of each tensor in a safetensors file, in the format's names such as BF16.
+    """Return the dtype of each tensor in a safetensors file, with its name there, such as BF16.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.

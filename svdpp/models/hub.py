@@ -26,7 +26,8 @@ from svdpp.models.files import (
     weights_pattern,
 )
 
-#: Patterns of all files of a model except weights, for all families. They have a few megabytes.
+#: Patterns of all files of a model except weights, for all families. These files have a few
+#: megabytes in all.
 _CONFIG_PATTERNS = (
     *("model_index.json", "modular_model_index.json", "*/config.json", "*/scheduler_config.json"),
     *("*/preprocessor_config.json", "tokenizer/*", "tokenizer_2/*", "text_tokenizer/*"),

@@ -104,7 +104,9 @@ class LoraFile:
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return the model part that a LoRA's tensor is for if the tensor is ignored, else None.
+    """Return the model part for which an ignored LoRA tensor is meant.
+
+    The result is None if the tensor is not ignored.
 
     Args:
         key: Name of the tensor in the file.
@@ -126,7 +128,7 @@ def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str
 
 
 def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
-    """Return the tensors of a LoRA file that are ignored: model part by tensor name.
+    """Return the ignored tensors of a LoRA file: the model part of each, by tensor name.
 
     Args:
         path: Path of the LoRA file.
@@ -142,7 +144,7 @@ def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
 
 
 def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
-    """Check that a LoRA file has complete pairs of factors, and tensors that diffusers loads.
+    """Check that a LoRA file's tensors form complete pairs of factors that diffusers can load.
 
     Returns:
         Number of ignored tensors, by model part.

@@ -333,7 +333,7 @@ class FakeModel:
         return steps if differ or is_modular else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        """Run a clip's encode; return its state (packet) before step 0, and the encode's memory."""
+        """Run a clip's encode; return the clip's state (packet), and the memory of the encode."""
         source = blank_input(self._sampling, whole=True)
         prepared: PreparedInput = {} if source is None else self._model.prepare(source)
         request = ClipRequest(
@@ -425,7 +425,7 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Call a method on fake tensors; return peak bytes, FLOPs, and meta tensors as result."""
+        """Call a method on fake tensors; return peak bytes, FLOPs, and its result as meta tensors."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:

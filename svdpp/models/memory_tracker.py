@@ -1,7 +1,7 @@
 """Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions.
 
-The temporary memory of other kernels is not counted: only for CPU convolutions can torch be asked
-which kernel it would run.
+The temporary memory of other kernels is not counted, because torch can be asked which kernel it
+would run only for convolutions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Search for a checkpoint's components, also in other repositories of the hub; imports no torch.
 
-The index of a modular pipeline has an entry of three elements for each component: library, class,
-and place. The place names a repository, a subfolder, a revision and a variant, and is untrusted.
+The index of a modular pipeline, `modular_model_index.json`, has an entry for each component:
+library, class and place. The place can name a repository, a subfolder, a revision and a variant,
+all of which are untrusted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from svdpp.models.hub import download_component_configs, download_weights, snaps
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Place of a component according to the entry in a modular index."""
+    """Place of a component, as its entry in `modular_model_index.json` names it."""
 
     part: str
     """Name of the component."""
@@ -45,14 +46,14 @@ class _Source:
 def find_component_folders(
     index: JsonFile, parts: Iterable[str], folder: Path, model: ModelConfig, *, is_local: bool
 ) -> tuple[ComponentFolder, ...]:
-    """Find the components for which a modular index names a place, and download their configs.
+    """Find the components whose place a modular pipeline's index names; download their configs.
 
     The rules are those of diffusers. If the model is a local folder that has the component's files,
     the files in this folder are used. Otherwise, and for all hub models, the component comes from
     the repository that its entry in the index names.
 
     Args:
-        index: Index of the checkpoint.
+        index: Index of the checkpoint, `modular_model_index.json` or `model_index.json`.
         parts: Names of the components to find.
         folder: Folder of the checkpoint.
         model: Model of the checkpoint.
@@ -138,10 +139,10 @@ def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
 def _find_source(
     index: JsonFile, part: str, folder: Path, model: ModelConfig, *, is_local: bool
 ) -> _Source | None:
-    """Return the place that a modular index names for a component.
+    """Return the place that the index of a modular pipeline names for a component.
 
     The result is None if the component is in the usual folder, `folder/NAME`, and the index names
-    no variant.
+    no variant for it.
     """
     entry = index.values.get(part)
     if not (isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], Mapping)):

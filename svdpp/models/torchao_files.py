@@ -129,7 +129,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
     """Check the weight files of a denoiser that TorchAO has quantised, and its compute dtype.
 
     Quantised layers compute in the dtype that the model had when it was quantised. Another
-    requested dtype is refused, because only the other layers would compute in it.
+    requested dtype is refused, because only the layers that are not quantised would compute in it.
 
     Args:
         part: Name of the denoiser.

@@ -62,7 +62,7 @@ class RangeCall:
     """Structure (JSON) of the received packet, which has the clip's state after `start` steps.
     None: this call encodes, so it receives no packet."""
     received: Tensors
-    """Tensors of the received packet."""
+    """Tensors of the received packet, by name."""
     start: int
     end: int | None
     """Index after the last step. None: the call runs all steps from `start` on, and decodes."""
@@ -167,7 +167,7 @@ class RangeCall:
 
     @property
     def _step(self) -> Node:
-        """Part of the received structure that describes the state after `start` steps."""
+        """Part of the received packet's structure that describes the state after `start` steps."""
         assert self.given is not None
         step: Node = self.given["step"]
         return step
@@ -194,7 +194,7 @@ class RangeCall:
             raise _Stop
 
     def _phantom_output(self) -> Any:
-        """Return zeros in place of a denoiser's result in a phantom step."""
+        """Return zeros in place of a denoiser's result, in a step before the range."""
         known = self._step["outputs"]
         place = min(len(self._outputs), len(known) - 1)
         self._outputs.append(None)
@@ -247,10 +247,10 @@ class RangeCall:
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """Pack the state after the last step of the range, and call `after_step` after each step.
+        """Call `after_step` after each step of the range, and pack the state after the last one.
 
-        `step` does not pack the state, because a pipeline may change the scheduler after
-        `scheduler.step`.
+        The state is not packed in `step`, because a pipeline may change the scheduler after it has
+        called `scheduler.step`.
         """
         if not self._ran:
             return
@@ -303,7 +303,7 @@ class RangeCall:
     # 3. Contents of the packet for the next rank.
 
     def _pack(self) -> None:
-        """Pack the records and the state after the last finished step, for `packet`."""
+        """Pack the records of the encode, and the state after the last finished step."""
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
@@ -367,7 +367,8 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        # A pipeline casts a component by `to` only for the encode, which later calls replay.
+        # A pipeline casts a component with `to` only for the encode. Later calls replay the encode,
+        # so `to` does nothing in them.
         if self.given is not None:
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)

@@ -22,7 +22,7 @@ _NOT_STATE = NOT_STATE | _HOOKS
 
 
 def modules_of(component: Any) -> dict[str, Any]:
-    """Return the modules of a denoiser by name; another component is its only module, named ""."""
+    """Return the modules of a denoiser by name, or another component under the name ""."""
     is_module = isinstance(component, torch.nn.Module)
     return dict(component.named_modules()) if is_module else {"": component}
 

@@ -80,5 +80,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return a pipeline's first attribute among `names`; 1 if the pipeline has none of them."""
+    """Return the first of the attributes `names` that a pipeline has; 1 if it has none of them."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

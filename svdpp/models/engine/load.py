@@ -284,10 +284,9 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component and of its folder.
-        cls: Class of the component. If the class is a processor of text and images, and the
-            component is the pipeline's tokenizer, only the processor's tokenizer is loaded; see
-            `TextProcessor`. For other components, the processor is loaded without its part for
-            videos.
+        cls: Class of the component. It can be a processor for text and images. If the component is
+            the pipeline's tokenizer, only the processor's tokenizer is loaded then; see
+            `TextProcessor`. For other components, only the processor's part for videos is left out.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -378,8 +377,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
     """Load a component by `from_pretrained` of diffusers or transformers, and check its weights.
 
     Raises:
-        ModelError: Weights are missing or unknown, or have a wrong shape. (In this case, diffusers
-            and transformers would only warn.)
+        ModelError: Weights are missing or unknown, or have a wrong shape. diffusers and
+            transformers themselves would only warn.
     """
     # With `ignore_mismatched_sizes`, transformers does not raise an error for weights of a wrong
     # shape, but lists them in `info`, which is checked below.

@@ -74,7 +74,7 @@ class EngineModel:
 
         Args:
             sampling: Resolved parameters of the same family. A model for clips from an image can
-                also make clips from text alone, but not the reverse.
+                also make clips from text. A model for clips from text cannot use an image.
         """
         pipe = self._pipe
         if sampling.from_image != self._sampling.from_image:

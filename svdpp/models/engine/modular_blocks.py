@@ -141,7 +141,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of a value that was changed in place; None if there is no such value."""
+        """Return the name of a value that was changed in place since the snapshot, or None."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -158,9 +158,7 @@ def traced_block_state(first_uses: dict[str, str]) -> Any:
 
     class Traced(BlockState):  # type: ignore[misc]
         def __getattribute__(self, name: str) -> Any:
-            if (
-                name == "__dict__"
-            ):  # `as_dict` reads `__dict__`, which counts as a read of all values
+            if name == "__dict__":  # `as_dict` reads `__dict__`, and so all values
                 for each in object.__getattribute__(self, name):
                     first_uses.setdefault(each, "read")
             elif not name.startswith("__"):

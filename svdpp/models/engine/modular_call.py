@@ -75,7 +75,7 @@ from svdpp.models.engine.records import (
     step_latent,
     tensors_differ,
 )
-from svdpp.models.engine.shared_calls import SharedCalls
+from svdpp.models.engine.shared_calls import LEAVE_OUT, SharedCalls
 
 
 class _Stop(BaseException):
@@ -96,9 +96,9 @@ class ModularCall:
     """Modular pipeline of diffusers. While the call lasts, its blocks and components are hooked."""
     spec: FamilySpec
     given: Node | None
-    """Structure of the received packet; None: this call encodes."""
+    """Structure (JSON) of the packet from an earlier rank. None: this call encodes."""
     received: Tensors
-    """Tensors of the received packet."""
+    """Tensors of the packet from an earlier rank, by name."""
     end: int | None
     """Index after the last step of the call. None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
@@ -153,7 +153,7 @@ class ModularCall:
         self._is_shared_block = False
 
     def packet(self) -> Tensors:
-        """Return the packet for the next rank."""
+        """Return the packet for the next rank: the state of the clip where this call ended."""
         return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
@@ -171,7 +171,7 @@ class ModularCall:
 
         Raises:
             ModelError: The pipeline draws from torch's global generator, runs another number of
-                steps than requested, or has a value that no packet carries.
+                steps than requested, or has a value that cannot be sent to another rank.
         """
         before, result, problem = global_states(self._device), None, ""
         with self._hooked(), suppress(_Stop):
@@ -184,9 +184,9 @@ class ModularCall:
             raise self._error(problem)
         return result
 
-    def _error(self, problem: str) -> ModelError:
+    def _error(self, problem: str, hint: str = "") -> ModelError:
         name = type(self.pipe).__name__
-        return ModelError(f"{name} {problem}", details={"pipeline": name, "step": self.end})
+        return ModelError(f"{name} {problem}", hint, details={"pipeline": name, "step": self.end})
 
     # 1. Top-level blocks.
 
@@ -325,7 +325,8 @@ class ModularCall:
 
         def set_back() -> None:
             if name := entry.changed_in_place():
-                raise self._error(f"changes {name} in place in a block that calls the denoiser")
+                problem = f"changes {name} in place in a block that calls the denoiser"
+                raise self._error(problem, LEAVE_OUT)
             values = values_of(self._block_state)
             values.clear()
             values.update(entry.values)
@@ -336,7 +337,7 @@ class ModularCall:
             self._evaluations, self._outputs = 0, []
 
         if self._evaluations:
-            raise self._error("calls the denoiser in two blocks of one step")
+            raise self._error("calls the denoiser in two blocks of one step", LEAVE_OUT)
         self._is_shared_block = True
         result = shared.run(self._steps, run, set_back)
         self._is_shared_block = False
@@ -379,7 +380,7 @@ class ModularCall:
         elif self._is_shared_block:
             result = self.shared.evaluate(self._steps, real, args, kwargs)
         else:
-            raise self._error("calls a denoiser in a block that does not declare it")
+            raise self._error("calls a denoiser in a block that does not declare it", LEAVE_OUT)
         self._outputs.append(self._packer.describe(result))
         return result
 
@@ -404,7 +405,8 @@ class ModularCall:
             kwargs: Keyword arguments of the call.
         """
         if self._is_shared_block:
-            raise self._error("has whole steps in one block, which two ranks cannot share")
+            problem = "has whole steps in one block, which two ranks cannot share"
+            raise self._error(problem, LEAVE_OUT)
         is_phantom = self._phantom_steps > 0
         if is_phantom:
             series = self._received_series()

@@ -457,7 +457,9 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records for the next packet, without tensors that only step 0 uses.
+        """Return the received records of the encode for the next packet.
+
+        Tensors that only step 0 uses are left out.
 
         Args:
             received: Tensors of the received packet.

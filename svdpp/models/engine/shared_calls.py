@@ -15,7 +15,8 @@ from svdpp.models.engine.records import Node, Packer, clone_tensors, unpack, zer
 
 #: Integer types by their size in bytes.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LEAVE_OUT = "leave `cfg_parallel` out"
+#: Hint of errors that occur only if two ranks share the steps.
+LEAVE_OUT = "leave `cfg_parallel` out"
 
 
 @dataclass(eq=False)
@@ -115,7 +116,7 @@ class SharedCalls:
         elif node != self.outputs[0]:
             raise ModelError(
                 f"two calls of the denoiser have results of different shapes in step {step}",
-                _LEAVE_OUT,
+                LEAVE_OUT,
                 details={"step": step},
             )
 
@@ -190,6 +191,6 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 def _depends(step: int, call: int) -> ModelError:
     return ModelError(
         f"call {call} of the denoiser in step {step} depends on the result of another call",
-        _LEAVE_OUT,
+        LEAVE_OUT,
         details={"step": step, "call": call},
     )

@@ -142,7 +142,7 @@ def tile_specs(
         shapes: Shapes of the latents of all tiles of the clip.
         part: Tiles that the other rank decodes, as a range of latent positions, which are counted
             through all tiles.
-        first_tile: First tile of the clip, decoded.
+        first_tile: First decoded tile of the clip.
     """
     batch, channels, frames, height, width = first_tile.shape
     first = shapes[0]

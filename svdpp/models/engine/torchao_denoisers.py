@@ -12,7 +12,7 @@ from svdpp.models.files import short_repr
 
 
 def check_layers(module: torch.nn.Module, part: str) -> None:
-    """Check that a loaded denoiser has quantised weights only in linear layers, and check shapes.
+    """Check that only linear layers of a loaded denoiser are quantised, and check their shapes.
 
     diffusers does not check the shapes of weights that TorchAO has quantised.
 
