@@ -425,7 +425,7 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Call a method on fake tensors; return peak bytes, FLOPs, and its result as meta tensors."""
+        """Call a method on fake tensors; return peak bytes, FLOPs, and the result on meta."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
