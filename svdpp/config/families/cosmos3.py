@@ -32,7 +32,7 @@ class Cosmos3BaseSampling(PromptedSampling):
     """Frames per second; the denoiser also takes this number as an input."""
     guidance_scale: float = 6.0
     max_sequence_length: int = 4096
-    """Without effect: the denoiser reads all tokens of a prompt."""
+    """Parameter without effect: the denoiser reads all tokens of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)

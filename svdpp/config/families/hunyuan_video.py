@@ -50,7 +50,8 @@ HUNYUAN_VIDEO = FamilySpec(
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,
     num_results_equal_latents=1,
-    latent_dtype="stepped from text",  # from an image, a part of the latent stays in float32
+    # In clips from an image, a part of the latent stays in float32 after a step.
+    latent_dtype="stepped from text",
     checkpoint_facts=_checkpoint_facts,
     decodes_in_tiles=True,
 )

@@ -120,7 +120,7 @@ HUNYUAN_VIDEO_15_MODULAR = replace(
     aliases=("HunyuanVideo15Pipeline", _IMAGE_PIPELINE),
     text_aliases=("HunyuanVideo15Pipeline",),
     size_from_image=False,
-    # the guider need not be in the checkpoint: diffusers creates one if it is missing
+    # The guider is not listed here, because a checkpoint may lack it: diffusers then creates one.
     shared_components=(),
     component_classes={"guider": GUIDER_CLASSES},
     branches="replay",

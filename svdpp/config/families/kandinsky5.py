@@ -42,7 +42,8 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _check_sampling(_: object, sampling: Any) -> None:
     """Check that a clip from an image has at least 17 frames.
 
-    The pipeline normalises the first four latent frames with statistics of the frames after them.
+    The pipeline normalises the first four latent frames with statistics of the later latent frames.
+    So it needs a fifth one, which clips of 17 or more frames have.
 
     Raises:
         RequestError: The clip starts from an image and has fewer than 17 frames.

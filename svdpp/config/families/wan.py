@@ -258,7 +258,7 @@ def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     index = configs.index
     if index.values.get("boundary_ratio") is not None:
         raise index.error(
-            "boundary_ratio is set, so the model has two experts; this family has one denoiser",
+            "boundary_ratio is set, so the model has two experts, but this family has only one",
             "use `family` wan22_modular",
             details={"boundary_ratio": shown(index.values["boundary_ratio"])},
         )
@@ -329,7 +329,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    if sampling.from_image:  # clips from text cannot fail: `WanPipeline` calls `set_begin_index`
+    if sampling.from_image:  # clips from text need no check: they call `set_begin_index`
         check_first_timesteps(checkpoint, sampling)
 
 
