@@ -52,14 +52,14 @@ class Ratio:
     """Lower end of the range of noise around the ratio; None if A or B has a single round."""
     high: float | None
     """Upper end of the range of noise around the ratio; None if A or B has a single round."""
-    is_baseline: bool = False
+    must_be_equal: bool = False
     """Whether A and B did the same work with the same libraries on the same machine, so that every
     difference is noise."""
 
     @property
     def is_noise(self) -> bool | None:
         """Whether the difference of A and B is within noise; None if the noise is unknown."""
-        if self.is_baseline or abs(math.log(self.value)) < _NEGLIGIBLE:
+        if self.must_be_equal or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
             return None
@@ -72,7 +72,7 @@ def ratio(
     b: Sequence[float],
     *,
     drift: float = 0.0,
-    is_baseline: bool = False,
+    must_be_equal: bool = False,
 ) -> Ratio:
     """Return the ratio of one metric, B over A, with the range of noise; see `Ratio`.
 
@@ -82,8 +82,8 @@ def ratio(
         b: Values of the rounds of B, above 0.
         drift: Logarithm of the ratio of the machine's speeds during A and B; 0 if unknown or equal.
             A drift in either direction widens the range.
-        is_baseline: Whether A and B did the same work with the same libraries on the same machine,
-            so that every difference is noise.
+        must_be_equal: Whether A and B did the same work with the same libraries on the same
+            machine, so that every difference is noise.
     """
     mean_a, mean_b = statistics.geometric_mean(a), statistics.geometric_mean(b)
     low = high = None
@@ -99,7 +99,7 @@ def ratio(
         value=mean_b / mean_a,
         low=low,
         high=high,
-        is_baseline=is_baseline,
+        must_be_equal=must_be_equal,
     )
 
 
@@ -227,8 +227,8 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
         for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, case, name), _values(b, case, name)
             if all(values):
-                is_baseline = same_baseline and case == ONE_DEVICE
-                yield ratio(f"{case}: {words}", *values, drift=drift, is_baseline=is_baseline)
+                must_be_equal = same_baseline and case == ONE_DEVICE
+                yield ratio(f"{case}: {words}", *values, drift=drift, must_be_equal=must_be_equal)
 
 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:

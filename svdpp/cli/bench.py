@@ -134,7 +134,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
             "range": None
             if one.low is None or one.high is None
             else format_range(one.low, one.high),
-            "verdict": "drift" if one.is_baseline else words[one.is_noise],
+            "verdict": "drift" if one.must_be_equal else words[one.is_noise],
         }
         for one in found.ratios
     ]

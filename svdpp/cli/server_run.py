@@ -326,7 +326,7 @@ class _ServerRun:
             for observer in (progress, manifest):
                 observer(0, event)
 
-        def on_lost(clip: ServerClip, error: dict[str, Any]) -> None:
+        def on_failed(clip: ServerClip, error: dict[str, Any]) -> None:
             record = self.console.error_record(error_from_dict(error))
             failed.append({"output": clip.output, "error": record})
             event = ClipFailed(clip=index_of[clip.name], error=error)
@@ -343,7 +343,7 @@ class _ServerRun:
                         on_started=progress.begin,
                         on_eta=progress.set_eta,
                         on_done=on_done,
-                        on_lost=on_lost,
+                        on_failed=on_failed,
                     )
                 )
             except (Interrupted, SvdppError) as error:

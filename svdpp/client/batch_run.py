@@ -48,7 +48,7 @@ _FINAL = ("completed", "failed", "cancelled")
 
 
 @dataclass
-class Part:
+class BatchRecord:
     """One batch of a run, recorded in `server.json` before the batch is sent."""
 
     key: str
@@ -66,7 +66,8 @@ class ServerState:
 
     server: str
     model: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[BatchRecord] = field(default_factory=list)
+    """Batches of the run, under the name that the file has for them."""
 
     def write(self, path: Path) -> None:
         """Write `server.json`, completely or not at all.
@@ -90,7 +91,7 @@ def read_state(path: Path) -> ServerState | None:
         values = json.loads(data)
         if values.pop("schema_version") != _SCHEMA_VERSION:
             raise ValueError("the file has another schema version")
-        parts = [Part(**part) for part in values.pop("parts")]
+        parts = [BatchRecord(**record) for record in values.pop("parts")]
         return ServerState(**values, parts=parts)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         text = f"{str(path)!r} is not the state of a run at a server"
@@ -123,7 +124,7 @@ class Watchers:
     """Function that gets the seconds until the last clip of a batch is finished; None: unknown."""
     on_done: Callable[[ServerClip, dict[str, Any]], None]
     """Function that gets a finished clip and the clip's JSON."""
-    on_lost: Callable[[ServerClip, dict[str, Any]], None]
+    on_failed: Callable[[ServerClip, dict[str, Any]], None]
     """Function that gets a failed or cancelled clip, and its error as a JSON object."""
 
 
@@ -159,7 +160,7 @@ class BatchRun:
     @property
     def batch_ids(self) -> list[str]:
         """Ids of the batches that the server has accepted."""
-        return [part.batch for part in self._state.parts if part.batch is not None]
+        return [record.batch for record in self._state.parts if record.batch is not None]
 
     @property
     def _state_path(self) -> Path:
@@ -184,30 +185,30 @@ class BatchRun:
                     "again",
                     details={"before": before, "now": now},
                 )
-        for part in earlier.parts:
-            part.clips = {
+        for record in earlier.parts:
+            record.clips = {
                 name: key
-                for name, key in part.clips.items()
+                for name, key in record.clips.items()
                 if name in self._pending and self._pending[name].key == key
             }
-            if part.clips and self._refresh(part):
-                self._state.parts.append(part)
-                self._say(f"going on with {part.batch}")
+            if record.clips and self._refresh(record):
+                self._state.parts.append(record)
+                self._say(f"going on with {record.batch}")
 
-    def _refresh(self, part: Part) -> bool:
+    def _refresh(self, record: BatchRecord) -> bool:
         """Query a batch of an earlier run, and forget its clips that failed or were cancelled.
 
         Returns:
             Whether the server has the batch, and the batch has clips left.
         """
-        if part.batch is None:  # the batch was sent, but the response with its id was lost
+        if record.batch is None:  # the batch was sent, but the response with its id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
             found = [
-                each for each in page["data"] if (each["metadata"] or {}).get("run") == part.key
+                each for each in page["data"] if (each["metadata"] or {}).get("run") == record.key
             ]
-            part.batch = found[0]["id"] if found else None
+            record.batch = found[0]["id"] if found else None
         try:
-            batch = None if part.batch is None else self._batch(part.batch)
+            batch = None if record.batch is None else self._batch(record.batch)
         except NotThereError:
             batch = None
         if batch is None or batch["status"] == "failed":
@@ -216,9 +217,9 @@ class BatchRun:
         stem = f"/v1/files/file_{batch['id'].removeprefix('batch_')}"
         gone = set(self._custom_ids(f"{stem}_error/content"))
         if batch["status"] in _FINAL:
-            gone |= part.clips.keys() - set(self._custom_ids(f"{stem}_output/content"))
-        part.clips = {name: key for name, key in part.clips.items() if name not in gone}
-        return bool(part.clips)
+            gone |= record.clips.keys() - set(self._custom_ids(f"{stem}_output/content"))
+        record.clips = {name: key for name, key in record.clips.items() if name not in gone}
+        return bool(record.clips)
 
     def _batch(self, id: str) -> dict[str, Any]:
         return self._connection.get(f"/v1/batches/{id}")
@@ -237,17 +238,19 @@ class BatchRun:
             SvdppError: The server rejects a request, or did not respond for too long.
             OutputError: `server.json` cannot be written.
         """
-        known = {name for part in self._state.parts for name in part.clips}
+        known = {name for record in self._state.parts for name in record.clips}
         left = [clip for name, clip in self._pending.items() if name not in known]
         self._state.write(self._state_path)
         while left:
             with tempfile.TemporaryFile(prefix="svdpp-batch-") as file:
                 taken = self._write_lines(left, file)
                 clips, left = left[:taken], left[taken:]
-                part = Part(secrets.token_hex(16), None, {clip.name: clip.key for clip in clips})
-                self._state.parts.append(part)
+                record = BatchRecord(
+                    secrets.token_hex(16), None, {clip.name: clip.key for clip in clips}
+                )
+                self._state.parts.append(record)
                 self._state.write(self._state_path)
-                self._send(part, clips, file)
+                self._send(record, clips, file)
                 self._state.write(self._state_path)
 
     def _write_lines(self, clips: Sequence[ServerClip], file: IO[bytes]) -> int:
@@ -270,10 +273,10 @@ class BatchRun:
             size += len(text)
         return len(clips)
 
-    def _send(self, part: Part, clips: Sequence[ServerClip], file: IO[bytes]) -> None:
+    def _send(self, record: BatchRecord, clips: Sequence[ServerClip], file: IO[bytes]) -> None:
         """Send a batch. If the request is repeated, the server returns the same batch."""
-        boundary = f"svdpp-{part.key}"
-        metadata = json.dumps({"run": part.key})
+        boundary = f"svdpp-{record.key}"
+        metadata = json.dumps({"run": record.key})
         head = (
             f'--{boundary}\r\nContent-Disposition: form-data; name="metadata"\r\n\r\n{metadata}\r\n'
             f'--{boundary}\r\nContent-Disposition: form-data; name="file"; '
@@ -292,17 +295,17 @@ class BatchRun:
         headers = {
             "Content-Type": f"multipart/form-data; boundary={boundary}",
             "Content-Length": str(num_bytes),
-            "Idempotency-Key": part.key,
+            "Idempotency-Key": record.key,
         }
         try:
             batch = self._connection.post("/v1/batches", content, headers)
         except RequestError as error:
-            self._state.parts.remove(part)
+            self._state.parts.remove(record)
             self._state.write(self._state_path)
             if faults := error.details.get("faults"):
                 self._raise_faults(faults, clips)
             raise
-        part.batch = batch["id"]
+        record.batch = batch["id"]
         self._say(f"sent {len(clips)} {'clip' if len(clips) == 1 else 'clips'} as {batch['id']}")
 
     def _raise_faults(
@@ -336,39 +339,39 @@ class BatchRun:
         wait = _FIRST_POLL_SECONDS
         while True:
             has_changed = False
-            for part in self._state.parts:
-                if any(name in self._pending for name in part.clips):
-                    has_changed |= self._follow_part(part, watchers)
+            for record in self._state.parts:
+                if any(name in self._pending for name in record.clips):
+                    has_changed |= self._follow_batch(record, watchers)
             if not self._pending:
                 return
             wait = _FIRST_POLL_SECONDS if has_changed else min(2 * wait, _MAX_POLL_SECONDS)
             time.sleep(wait)
 
-    def _follow_part(self, part: Part, watchers: Watchers) -> bool:
+    def _follow_batch(self, record: BatchRecord, watchers: Watchers) -> bool:
         """Query one batch, and download clips that have finished since the last query.
 
         Returns:
             Whether a clip has finished, failed or been cancelled since the last query.
         """
-        assert part.batch is not None
+        assert record.batch is not None
         # The batch is queried before its videos. Otherwise the batch could end in between, and a
         # clip that the list shows as unfinished would be reported as removed.
-        batch = self._batch(part.batch)
+        batch = self._batch(record.batch)
         if batch["status"] == "failed":
-            clips = [self._pending[name] for name in part.clips if name in self._pending]
-            self._state.parts.remove(part)
+            clips = [self._pending[name] for name in record.clips if name in self._pending]
+            self._state.parts.remove(record)
             self._state.write(self._state_path)
             self._raise_faults(batch["errors"]["data"], clips)
         before = len(self._pending)
-        for video_view in self._videos(part.batch):
-            self._take(part, video_view, watchers)
+        for video_view in self._videos(record.batch):
+            self._take(record, video_view, watchers)
         if batch["status"] in _FINAL:
-            for name in part.clips.keys() & self._pending.keys():
+            for name in record.clips.keys() & self._pending.keys():
                 text = f"the server has no clip {name!r} any more: it was removed there"
                 error = ServerError(text, "`resume` asks for it again", details={"clip": name})
-                watchers.on_lost(self._pending.pop(name), error_to_dict(error))
+                watchers.on_failed(self._pending.pop(name), error_to_dict(error))
         elif batch["status"] == "in_progress":
-            (last,) = self._page(part.batch, None, limit=1, order="desc")["data"] or [{}]
+            (last,) = self._page(record.batch, None, limit=1, order="desc")["data"] or [{}]
             watchers.on_eta(last.get("eta_seconds"))
         return len(self._pending) < before
 
@@ -403,12 +406,12 @@ class BatchRun:
                 return
             after = page["last_id"]
 
-    def _take(self, part: Part, view: Mapping[str, Any], watchers: Watchers) -> None:
+    def _take(self, record: BatchRecord, view: Mapping[str, Any], watchers: Watchers) -> None:
         """Handle a video of a batch: if it has ended, download its clip or report its error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
             watchers.on_started()
-        if name not in part.clips or name not in self._pending:
+        if name not in record.clips or name not in self._pending:
             return
         clip = self._pending[name]
         if view["status"] == "completed":
@@ -417,7 +420,7 @@ class BatchRun:
             watchers.on_done(clip, metadata)
         elif view["status"] in _FINAL:
             del self._pending[name]
-            watchers.on_lost(clip, error_to_dict(_lost_error(view)))
+            watchers.on_failed(clip, error_to_dict(_lost_error(view)))
 
     def _download(self, clip: ServerClip, id: str) -> dict[str, Any]:
         """Download a clip and its JSON into the output folder; return the JSON."""

@@ -57,7 +57,7 @@ class StartDeadline:
         self.rank = 0
         """Rank whose process is being started; set by the caller, for error messages."""
         self._seconds = seconds
-        self._older = _children_with(_SPAWNED)
+        self._earlier_children = _children_with(_SPAWNED)
         self._has_ended, self._has_expired = threading.Event(), threading.Event()
 
     def __enter__(self) -> StartDeadline:
@@ -108,7 +108,7 @@ class StartDeadline:
             left -= _POLL_SECONDS
         self._has_expired.set()
         end_fork_server()
-        _kill(_children_with(_SPAWNED) - self._older)
+        _kill(_children_with(_SPAWNED) - self._earlier_children)
 
 
 def end_fork_server(*, only_if_stopped: bool = False) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from svdpp.client.batch_run import Part, ServerState, read_state
+from svdpp.client.batch_run import BatchRecord, ServerState, read_state
 from svdpp.client.connection import Connection
 from svdpp.errors import InputError, RequestError
 from tests.support.http_server import DEMO, HttpServer, wait
@@ -182,7 +182,7 @@ def test_another_url_is_refused(url: str) -> None:
 def test_the_state_of_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "server.json"
     assert read_state(path) is None
-    state = ServerState("http://host", "demo", [Part("key", None, {"a_1": "0"})])
+    state = ServerState("http://host", "demo", [BatchRecord("key", None, {"a_1": "0"})])
     state.write(path)
     assert read_state(path) == state
     for text in ("", "[]", "{}", path.read_text().replace('"key"', '"keys"')):
