@@ -544,7 +544,7 @@ def check_prompt(name: str, text: object) -> None:
         return
     require(
         len(str(text)) <= MAX_PROMPT_CHARACTERS and "\0" not in str(text),
-        f"`{name}` must be a text of at most {MAX_PROMPT_CHARACTERS} characters",
+        f"`{name}` must be a string of at most {MAX_PROMPT_CHARACTERS} characters",
         max_characters=MAX_PROMPT_CHARACTERS,
     )
     require(

@@ -196,7 +196,7 @@ class JobFile:
             if name in fields:
                 return self.error(number, f"has the field {name} twice", field=name)
             if not isinstance(value, yaml.ScalarNode):
-                wrong = "must be a text or a number"
+                wrong = "must be a string or a number"
                 return self.error(value.start_mark.line + 1, wrong, field=name)
             try:
                 fields[name] = loader.construct_object(value)

@@ -304,7 +304,7 @@ class LineReader:
             return None
         if not isinstance(value, str):
             raise RequestError(
-                f"must be a text, got {shown(value)}",
+                f"must be a string, got {shown(value)}",
                 "put it into quotes",
                 details={"value": detail_value(value)},
             )

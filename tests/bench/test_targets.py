@@ -320,5 +320,5 @@ def test_a_count_of_flops_changes_nothing_that_the_threads_of_a_process_share(
         for name, value in (launched | address).items():
             patch.setenv(name, value)
         patch.setattr(torch, "set_default_dtype", refuse)
-        pluralize = count_flops(config)
-    assert pluralize == count_flops(config)
+        counted = count_flops(config)
+    assert counted == count_flops(config)

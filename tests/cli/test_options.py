@@ -145,7 +145,7 @@ def test_parameters_have_names_types_and_limits(text: str, words: str, hint: str
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a text of at most 20000"),
+        (b"a cat\n\n" + b"x" * 20_001, "line 3: a prompt must be a string of at most 20000"),
         (b"a cat\nthe \xff sea\n", "line 2: it is not UTF-8"),
         (b"a\r\nb\n\na\0cat\n", "line 4: it has a null byte"),
         ("a cat\n".encode("utf-16-le"), "line 1: it has a null byte"),

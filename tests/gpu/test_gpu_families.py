@@ -86,8 +86,8 @@ def test_a_step_waits_for_the_device_no_more_than_diffusers(
 ) -> None:
     family, written = FAMILIES[name], tmp_path / "waits"
     config = _config(family, machine, tmp_path / "model", 1)
-    pluralize = Counted("hang", 0, 0, until=str(written))
-    run_pipelined(config, [_request(family)], tmp_path, fault=pluralize)
+    fault = Counted("hang", 0, 0, until=str(written))
+    run_pipelined(config, [_request(family)], tmp_path, fault=fault)
     lines = [tuple(map(int, line.split())) for line in written.read_text().splitlines()]
     ours = _of_each_step([(queue, events) for _, queue, events in lines[1:]])
     theirs = _of_each_step(_diffusers_waits(family, config))[: len(ours)]
