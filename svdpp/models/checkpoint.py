@@ -86,8 +86,8 @@ class Checkpoint:
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
-    """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None before
-    `with_weights`, and for hub models and demo models, whose weights cannot change."""
+    """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None until
+    `with_weights` is called, and for hub models and demo models, whose weights cannot change."""
     variant: str | None
     """Variant of the weight files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
@@ -122,8 +122,8 @@ class Checkpoint:
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
     last_image_use: InputUse
-    """Rule for the last image: a clip from an image needs, may have, or must not have a last
-    image."""
+    """Rule for the last image, with which the clip ends: a clip from an image needs, may have, or
+    must not have a last image."""
     last_image_reason: str = ""
     """Reason why this checkpoint takes no last image, although other checkpoints of the family
     do."""

@@ -443,9 +443,9 @@ class GuidanceBranches:
             kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result for the pipeline. With `calls`, rank 2u + 1 gets zeros from the first call, and
-            the second call overwrites the zeros with the true result. When the pipeline calls
-            `scheduler.step`, both ranks have equal results.
+            Result for the pipeline. If `FamilySpec.branches` is `calls`, rank 2u + 1 gets zeros
+            from the first call, and the second call overwrites the zeros with the true result. When
+            the pipeline calls `scheduler.step`, both ranks have equal results.
 
         Raises:
             ModelError: The step calls the denoiser more often than `FamilySpec.branches`

@@ -164,7 +164,7 @@ class ModularCall:
         """Call the pipeline.
 
         Args:
-            arguments: Inputs of the pipeline; empty if this call begins at a packet.
+            arguments: Inputs of the pipeline; empty if this call continues from a packet.
 
         Returns:
             `PipelineState` at the end of the pipeline; None if the call ends at the step `end`.

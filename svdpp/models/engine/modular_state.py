@@ -53,7 +53,7 @@ class AbsentValue:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         description = object.__getattribute__(self, "description")
         raise ModelError(
-            f"a step or the decode reads {description} which svdpp cannot send to another rank",
+            f"a step or the decode reads {description}, which svdpp cannot send to another rank",
             details={"value": description},
         )
 
@@ -122,7 +122,7 @@ class StatePacker(Packer):
         if (make := self._structure_of(value, part)) is not None:
             return self._pack_once(value, make)
         if may_be_absent:
-            return _absent(f"{name}, a {type(value).__name__},")
+            return _absent(f"{name} (a {type(value).__name__})")
         raise ModelError(
             f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
             details={"name": name, "type": type(value).__name__},

@@ -13,7 +13,7 @@ from svdpp.errors import ModelError
 from svdpp.models.base import PREDICTION, Partner, Tensors
 from svdpp.models.engine.records import Node, Packer, clone_tensors, unpack, zeros_for
 
-#: Integer types by their size in bytes.
+#: Integer dtypes by size in bytes. As integers, tensors can be compared bit by bit.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Hint of errors that occur only if two ranks share the steps.
 LEAVE_OUT = "leave `cfg_parallel` out"

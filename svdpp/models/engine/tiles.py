@@ -47,8 +47,8 @@ class PartDecoder:
 
     Args:
         decode: Function that decodes a tile: the decoder's own `forward`.
-        part: Tiles that this rank decodes, as a range of latent positions, which are counted
-            through all tiles.
+        part: Tiles that this rank decodes, as a range of latent positions. The positions of all
+            tiles are counted, one tile after the other.
     """
 
     def __init__(self, decode: Callable[..., torch.Tensor], part: DecodeRange) -> None:
@@ -140,8 +140,8 @@ def tile_specs(
 
     Args:
         shapes: Shapes of the latents of all tiles of the clip.
-        part: Tiles that the other rank decodes, as a range of latent positions, which are counted
-            through all tiles.
+        part: Tiles that the other rank decodes, as a range of latent positions. The positions of
+            all tiles are counted, one tile after the other.
         first_tile: First decoded tile of the clip.
     """
     batch, channels, frames, height, width = first_tile.shape
