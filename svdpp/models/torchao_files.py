@@ -119,7 +119,7 @@ def check_torchao(model_label: str, parts: Iterable[str]) -> None:
 #: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by torchao's names
 #: (those in the metadata).
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
-#: Names of the same dtypes in safetensors files.
+#: Names of float32, float16 and bfloat16 in safetensors files.
 _FLOATS = ("F32", "F16", "BF16")
 #: Metadata of a tensor that is not quantised.
 _PLAIN = {"_type": "Tensor"}
