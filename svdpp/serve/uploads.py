@@ -220,7 +220,20 @@ class UploadStore:
         owner: str,
         decoded: DecodedImages,
     ) -> None:
-        """Decode an image without storing it; add the result to `decoded`, as `save` does."""
+        """Decode an image or a video without storing it, and add the result to `decoded`.
+
+        Args:
+            source: Content of the file.
+            id: Id of the request, which is part of the temporary file's name.
+            name: Name of the file, for errors.
+            video_frames: Number of frames that a clip uses of a video; 0: videos are rejected.
+            owner: Owner of the request.
+            decoded: Results of earlier calls, by content, so that equal files are decoded once.
+
+        Raises:
+            InputError: The file cannot be decoded.
+            OutputError: The file cannot be written.
+        """
         upload = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
         try:
             with output_files.disk_errors(self._errors):

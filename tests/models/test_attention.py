@@ -216,7 +216,7 @@ def test_a_backend_of_the_environment_is_refused(
     for model in (tiny.model, with_backend(tiny, "native")):
         with pytest.raises(RequestError, match="DIFFUSERS_ATTN_BACKEND is '_native_math'") as error:
             resolve(model, tiny.sampling)
-        assert "`attention_backend` does the same" in error.value.hint
+        assert "`attention_backend` has the same effect" in error.value.hint
     resolve(with_backend(tiny), tiny.sampling)
     monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "native")
     resolve(tiny.model, tiny.sampling)

@@ -197,7 +197,7 @@ def test_values_come_back_with_their_order_in_memory() -> None:
         assert each.stride() == tensor.stride()
     made = zeros_for(node["items"]["b"], CPU)  # placeholder for a pair's prediction
     assert (made.shape, made.stride()) == (tensor.shape, tensor.stride())
-    with pytest.raises(ModelError, match=r"x\.a, a set"):
+    with pytest.raises(ModelError, match=r"x\.a is a set"):
         packer.pack({"a": {1}}, "x")
 
 

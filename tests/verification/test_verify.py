@@ -192,7 +192,7 @@ def test_a_tolerance_that_allows_nothing_or_all_is_refused(wrong: dict[str, floa
 
 
 def test_another_host_names_no_file_outside_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is not the name"):
+    with pytest.raises(ValueError, match="is not a file name"):
         TensorStore(tmp_path).put("../clip3_step7", b"")
 
 

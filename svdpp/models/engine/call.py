@@ -378,7 +378,7 @@ def global_states(device: torch.device) -> list[torch.Tensor]:
     """Return the states of torch's global random generators on the CPU and on a CUDA device.
 
     Returns:
-        One state, or two if `device` is CUDA: uint8, (number of bytes,), in host memory.
+        One state, or two if `device` is CUDA: uint8 of shape (bytes,), in host memory.
     """
     states = [torch.default_generator.get_state()]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
