@@ -128,6 +128,7 @@ def test_what_was_not_foreseen_is_one_sentence(monkeypatch: pytest.MonkeyPatch) 
     assert (error["type"], error["exit_code"]) == ("ZeroDivisionError", 1)
 
 
+@pytest.mark.slow
 def test_plain_ascii_streams_are_no_error() -> None:
     env = {"PYTHONIOENCODING": "ascii"}
     answer = svdpp_alone("plan", env=env)

@@ -45,6 +45,7 @@ def test_the_list_names_a_model_for_each_family_in_80_columns() -> None:
     assert [name for name in DEMO_MODELS if f"    --model {name}" not in lines] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEMO_MODELS)
 def test_a_demo_tells_its_own_defaults(name: str) -> None:
     about, demo = asked(name), DEMO_MODELS[name]

@@ -378,6 +378,7 @@ def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None
     assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err
 
 
+@pytest.mark.slow
 def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
     answer, loaded = svdpp_and_modules("run", "roket.jpg", *DEMO)
 

@@ -137,6 +137,7 @@ def test_a_name_is_one_valid_part_of_a_path() -> None:
     assert job.name == "a_b_c_d_0"
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_equal_names_take_no_time() -> None:
     jobs = combine_jobs([text("a cat")] * 100_000, [0])
     assert len({job.name for job in name_jobs(jobs)}) == 100_000

@@ -341,6 +341,7 @@ def test_code_in_another_repository_is_refused(spread: type[Hub], cache: Path) -
     assert "contains 'encoders/umt5/modeling.py of org/text'" in error.message
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spread")
 def test_commands_without_a_network_name_the_repository(cache: Path) -> None:
     options = ("--model", "org/tiny", "--local-files-only")
