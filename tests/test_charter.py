@@ -879,6 +879,16 @@ def test_20_out_of_memory_says_requested_and_free() -> None:
     assert (details["device"], details["rank"]) == ("cpu", 1)
 
 
+def test_20_numbers_of_a_gpu_out_of_memory_are_read_from_torchs_text() -> None:
+    """The words are those of c10/cuda/CUDACachingAllocator.cpp."""
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB "
+        "of which 1.50 GiB is free."
+    )
+    found = {"requested_bytes": 2 * 2**30, "free_bytes": 3 * 2**29, "device": "cuda:1"}
+    assert errors.memory_details(error) == found
+
+
 @dataclasses.dataclass(frozen=True)
 class _AllocateTooMuch:
     """Asks in rank 1, at its first step, for more memory than any machine has."""
