@@ -23,6 +23,7 @@ from svdpp.config import (
     configuration_fields,
     limits,
     params_of,
+    sampling_of_model,
 )
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import RequestError, exit_code_of
@@ -143,6 +144,35 @@ def test_the_parameters_of_a_family_keep_their_order_types_defaults_and_ranges()
         assert json.dumps(defaults) == json.dumps(known["defaults"])
         ranges = {name: [each.lowest, each.highest] for name, each in params_of(kind).items()}
         assert ranges == known["ranges"]
+
+
+_MODELS_PAGE = (ROOT / "docs" / "models.md").read_text()
+#: Families that take a last image, as the page of models lists them.
+_ENDING_AT_AN_IMAGE = {
+    cells[0].strip("`")
+    for cells in table_rows(_MODELS_PAGE.partition("**A last image**")[2].partition("Refused")[0])
+} - {"family"}
+#: Largest number of references besides the image of a clip; 0 for all other families.
+_REFERENCES = {
+    "minimax_h3_references": 8,
+    **dict.fromkeys(("wan_vace", "wan22_vace_modular"), 7),
+    **dict.fromkeys(("wan_vace_control", "wan22_vace_control_modular"), 7),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_SPECS)
+def test_images_that_a_family_does_not_take_are_refused(family: str) -> None:
+    make: Any = partial(sampling_of_model, "a model", family, {})
+    if family in _ENDING_AT_AN_IMAGE:
+        assert make(has_last_image=True).has_last_image
+    else:
+        with pytest.raises(RequestError, match=f"the family {family} takes no `last_image`"):
+            make(has_last_image=True)
+    most = _REFERENCES.get(family, 0)
+    assert make(num_references=most).num_references == most
+    wrong = f"at most {most} `references` besides" if most else "takes no `references`"
+    with pytest.raises(RequestError, match=wrong):
+        make(num_references=most + 1)
 
 
 def test_frames_per_second_may_be_a_fraction_and_are_otherwise_whole() -> None:

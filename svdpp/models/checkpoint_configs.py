@@ -128,6 +128,8 @@ class Configs:
     ) -> None:
         self.index = index
         _refuse_code(folder)
+        for place, key, value in _entries_of(index.values):
+            _refuse_code_key(index, place, key, value)
         _check_blocks(index, spec)
         #: Class name of each component, by component name.
         self.classes = _classes_of(index, spec)
@@ -265,12 +267,7 @@ def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = 
     for place, key, value in _entries_of(config.values):
         if key == QUANTISATION_KEY and value is not None:
             check_quantisation(config, place, value, is_denoiser=is_denoiser)
-        if _CODE_KEYS.search(key) and value is not None:
-            raise config.error(
-                f"the key {short_repr(place)} is not supported: {_NO_CODE}",
-                UNSUPPORTED_HINT,
-                details={"key": place},
-            )
+        _refuse_code_key(config, place, key, value)
         values = value if isinstance(value, list) else [value]
         largest = max((size for size in values if type(size) is int), default=0)
         for names, limit in _LIMITS:
@@ -280,6 +277,16 @@ def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = 
                     details={"key": place, "value": value, "limit": limit},
                 )
     return config
+
+
+def _refuse_code_key(config: JsonFile, place: str, key: str, value: object) -> None:
+    """Check that an entry of a config or an index does not make the libraries load code."""
+    if _CODE_KEYS.search(key) and value is not None:
+        raise config.error(
+            f"the key {short_repr(place)} is not supported: {_NO_CODE}",
+            UNSUPPORTED_HINT,
+            details={"key": place},
+        )
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:

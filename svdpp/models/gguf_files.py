@@ -298,8 +298,13 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
         return
     if not checkpoint.spec.gguf:
         kind = checkpoint.spec.denoiser.strip("()").replace("|", " or ")
+        reason = (
+            f"diffusers loads no {kind} from a GGUF file"
+            if checkpoint.spec.modular is None
+            else "svdpp loads no GGUF files into modular pipelines"
+        )
         raise RequestError(
-            f"{checkpoint.label} takes no `denoisers`: diffusers loads no {kind} from a GGUF file",
+            f"{checkpoint.label} takes no `denoisers`: {reason}",
             "leave `denoisers` out; svdpp models lists the families that take GGUF files",
         )
     if checkpoint.int8_denoisers:

@@ -244,9 +244,12 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
     if not loras:
         return
     if not checkpoint.spec.loras:
-        raise RequestError(
-            f"{checkpoint.label} takes no `loras`: diffusers' pipeline for it cannot load LoRAs"
+        reason = (
+            "diffusers' pipeline for it cannot load LoRAs"
+            if checkpoint.spec.modular is None
+            else "svdpp loads no LoRAs into modular pipelines"
         )
+        raise RequestError(f"{checkpoint.label} takes no `loras`: {reason}", "leave `loras` out")
     if checkpoint.int8_denoisers:
         raise RequestError(
             f"{checkpoint.label} takes no `loras`: its weights are quantised by TorchAO",

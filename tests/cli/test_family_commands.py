@@ -346,6 +346,30 @@ def test_a_clip_with_references_is_made_verified_and_resumed(tmp_path: Path) -> 
     assert_error(ask(*both, "--resume"), 2, "exists with another references_sha256")
 
 
+@pytest.mark.slow
+def test_references_that_a_clip_cannot_have_are_refused(tmp_path: Path) -> None:
+    """5 frames have 2 frames of the latent, and diffusers fails with more references."""
+    model = save_tiny("wan_vace", tmp_path / "model")
+    line = f"run rocket.jpg --model {model} {TWO} --device cpu"
+    reference = " --reference rocket.jpg"
+    assert ask(line + reference).code == 0
+    assert_error(ask(line + reference * 2), 2, "cannot make a clip of 32x32 and 5 frames")
+    assert_error(ask(f"{line} --reference talk.mp4"), 7, "is a video, but an image is needed")
+
+
+@pytest.mark.slow
+def test_inputs_that_cosmos_has_in_diffusers_alone_are_refused(tmp_path: Path) -> None:
+    model = save_tiny("cosmos3", tmp_path / "model")
+    line = f"run rocket.jpg --model {model} --device cpu --family"
+    for family in ("cosmos3", "cosmos3_sound"):
+        control = ask(f"{line} {family} {TWO} --video control_video=talk.mp4")
+        assert_error(control, 2, "takes no video 'control_video'")
+        action = ask(f"{line} {family} {TWO} --param action=x")
+        assert_error(action, 2, f"the family {family} has no parameter 'action'")
+        video = ask(f"run talk.mp4 --model {model} --family {family} {TWO} --device cpu")
+        assert_error(video, 7, "is a video, but an image is needed")
+
+
 def test_references_of_another_family_are_refused() -> None:
     answer = ask("run rocket.jpg --model ./wan-image --reference rocket.jpg --prompt x --dry-run")
     assert_error(answer, 2, "the family wan takes no --reference", "minimax_h3_references")

@@ -285,9 +285,25 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ("wan-modular", MODULAR_INDEX, {"boundary_ratio": 0.9}, "the model has two experts"),
         ("wan-modular", MODULAR_INDEX, {"expand_timesteps": True}, "only for Wan 2.2 5B"),
         ("wan-modular", MODULAR_INDEX, {"_blocks_class_name": "Other"}, "blocks 'Other' are not"),
-        ("ltx2-modular", MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider"),
+        *(
+            ("wan-modular", MODULAR_INDEX, changes, NO_CODE)
+            for changes in (
+                {"auto_map": {"ModularPipelineBlocks": "block.Blocks"}},
+                {"vae": ["block", "AutoencoderKLWan", {"subfolder": "vae"}]},
+            )
+        ),
+        *(
+            (name, MODULAR_INDEX, {"guider": ["diffusers", "X", {}]}, "entry for guider")
+            for name in ("ltx2-modular", "helios")
+        ),
         ("wan-modular", MODULAR_INDEX, {"guider": [None, None, {}]}, "of guider names no class"),
-        (*("wan-modular", MODULAR_INDEX), {"guider": ["diffusers", "X", {}]}, "guider is of class"),
+        *(
+            (*(name, index), {"guider": ["diffusers", guider, *place]}, "guider is of class")
+            for name, index, guider, place in (
+                ("wan-modular", MODULAR_INDEX, "PerturbedAttentionGuidance", [{}]),
+                ("hunyuan-video-1.5", INDEX, "AdaptiveProjectedGuidance", []),
+            )
+        ),
         ("wan-modular-momentum", GUIDER, {"enabled": False}, "enabled is False but must be True"),
         (
             *("wan22-modular-momentum", "guider_2/guider_config.json"),
@@ -297,6 +313,13 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         (SKIPS, GUIDER, {"skip_layer_guidance_layers": [0]}, "diffusers fails in"),
         (SKIPS, GUIDER, {"skip_layer_config": None}, "must name layers of the denoiser"),
         (SKIPS, GUIDER, {"skip_layer_config": [{"indices": [2]}]}, "by indices from 0 to 1"),
+        *(
+            (SKIPS, GUIDER, {"skip_layer_config": {"indices": [0], key: value}}, f"of {key} than")
+            for key, value in (
+                *(("skip_attention", False), ("skip_ff", False), ("skip_attention_scores", True)),
+                ("fqn", "transformer_blocks"),
+            )
+        ),
         (
             *(SKIPS, GUIDER),
             {"skip_layer_config": {"indices": [0], "dropout": 0.5}},
@@ -333,12 +356,41 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
         ),
         (T2V, "vae/config.json", {"auto_map": {"AutoModel": "x.y"}}, NO_CODE),
         (T2V, SCHEDULER, {"solver_p": {"a": 1}}, "solver_p"),
-        (LTX, INDEX, {"_class_name": "LTXLatentUpsamplePipeline"}, "LTXLatentUpsamplePipeline"),
+        *(
+            (LTX, INDEX, {"_class_name": name}, f"the pipeline is '{name}', which svdpp does not")
+            for name in (
+                *("LTXLatentUpsamplePipeline", "LTX2LatentUpsamplePipeline"),
+                *("LTX2DFRTemporalRefinePipeline", "Kandinsky6SRPipeline", "AnimateDiffPipeline"),
+                *("CosmosTextToWorldPipeline", "Cosmos2VideoToWorldPipeline"),
+                *("Cosmos2_5_PredictBasePipeline", "ConsisIDPipeline", "EasyAnimatePipeline"),
+            )
+        ),
         *(
             ("wan-modular", MODULAR_INDEX, {"_class_name": name}, f"pipeline is '{name}', which")
-            for name in ("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline")
+            for name in (
+                *("WanAnimate2ModularPipeline", "WanAnimate2DistilledModularPipeline"),
+                "LTX25ModularPipeline",
+            )
         ),
-        (LTX, "vae/config.json", {"decoder_inject_noise": [True]}, "global generator"),
+        *(
+            (name, "vae/config.json", {"decoder_inject_noise": [True]}, "global generator")
+            for name in (LTX, "ltx2")
+        ),
+        (
+            "ltx2",
+            "vae/config.json",
+            {"timestep_conditioning": True},
+            "a decode that draws noise",
+        ),
+        (
+            *("ltx2-condition-last-image", INDEX),
+            {"audio_scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"]},
+            "gives the sound a schedule of its own",
+        ),
+        (
+            *("sana-video", INDEX, {"vae": ["diffusers", "AutoencoderKLLTX2Video"]}),
+            "the vae is of class 'AutoencoderKLLTX2Video'",
+        ),
         (LTX, SCHEDULER, {"stochastic_sampling": True}, "global generator"),
         (HUNYUAN, DENOISER, {"image_condition_type": "latent_concat"}, "first four frames"),
         (KANDINSKY, DENOISER, {"attention_type": "nabla"}, "sparse attention"),
@@ -377,6 +429,39 @@ def test_sound_needs_a_denoiser_that_makes_it(tiny_models: TinyModels, tmp_path:
     with pytest.raises(ModelError, match="sound_gen is False but must be True, to make sound"):
         read_folder(folder, "cosmos3_sound")
     assert read_folder(folder).family == "cosmos3"
+    edit_json(folder / DENOISER, sound_gen=True)
+    assert read_folder(folder, "cosmos3_sound").family == "cosmos3_sound"
+    edit_json(folder / MODULAR_INDEX, sound_tokenizer=[None, None, {}])
+    with pytest.raises(ModelError, match="the component sound_tokenizer is missing"):
+        read_folder(folder, "cosmos3_sound")
+
+
+def test_a_modular_vace_with_one_expert_is_for_another_family(tiny_models: TinyModels) -> None:
+    folder = tiny_models("wan-vace").checkpoint.folder
+    for family in ("wan22_vace_modular", "wan22_vace_control_modular"):
+        with pytest.raises(ModelError, match="the expert transformer_2 is missing") as caught:
+            read_folder(folder, family)
+        assert caught.value.hint == "for a model with one expert: `family` wan_vace"
+
+
+def test_a_kandinsky_6_without_types_of_tokens_takes_no_image(
+    tiny_models: TinyModels, tmp_path: Path
+) -> None:
+    whole = tiny_models("kandinsky6").checkpoint.folder
+    folder = Path(shutil.copytree(whole, tmp_path / "copy"))
+    assert read_folder(folder).image_use == "optional"
+    for changes in ({"visual_token_type_num_embeddings": 0}, {"visual_cond": False}):
+        edit_json(folder / DENOISER, **changes)
+        assert read_folder(folder).image_use == "refused"
+
+
+def test_a_model_that_embeds_its_guidance_takes_no_negative_prompt(tiny_models: TinyModels) -> None:
+    tiny_model = tiny_models("hunyuan-video")
+    assert tiny_model.sampling.guidance_scale > 1
+    with pytest.raises(RequestError, match="`negative_prompt` has no effect"):
+        tiny_model.checkpoint.check_request(
+            tiny_model.sampling, tiny_model.request(negative_prompt="blurred")
+        )
 
 
 def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:

@@ -395,6 +395,7 @@ def test_denoisers_that_a_model_cannot_load_are_refused(
     for model, names, words in (
         ("demo", ["x"], "diffusers loads no UNetSpatioTemporalConditionModel from a GGUF file"),
         (tiny_models("latte").checkpoint.folder, ["x"], "diffusers loads no LatteTransformer3DM"),
+        (tiny_models("wan-modular").checkpoint.folder, ["x"], "no GGUF files into modular pipel"),
         (ltx, ["low"], "has one denoiser, but `denoisers` '"),
         (wan, ["x"], "has two experts, but `denoisers` '"),
         (wan, ["a/low", "b/low"], "`denoisers` names two files for one denoiser"),

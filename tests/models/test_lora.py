@@ -188,7 +188,8 @@ def test_loras_that_a_model_cannot_load_are_refused(
     two, one = (tiny_models(name).checkpoint.folder for name in ("wan", "ltx"))
     for model, expert, message in (
         ("demo", None, "takes no `loras`"),
-        (tiny_models("latte").checkpoint.folder, None, "takes no `loras`"),
+        (tiny_models("latte").checkpoint.folder, None, "takes no `loras`: diffusers' pipeline"),
+        (tiny_models("wan-modular").checkpoint.folder, None, "no LoRAs into modular pipelines"),
         (one, "low", "has one denoiser, but `loras` 'x' names an expert"),
         (two, None, "two experts, but `loras` 'x' names no expert"),
     ):

@@ -41,7 +41,12 @@ CASES = {
         size(16, 16, 9),
         refused=[({"num_inference_steps": 200}, "200 steps have the same timestep, 999")],
     ),
-    "skyreels-v2-image": Case("skyreels_v2", size(16, 16, 9), image=True),
+    "skyreels-v2-image": Case(
+        "skyreels_v2",
+        size(16, 16, 9),
+        image=True,
+        refused=[({"has_last_image": True}, "takes no `last_image`: its denoiser embeds one")],
+    ),
     "skyreels-v2-last-image": Case(
         "skyreels_v2",
         size(16, 16, 9),
