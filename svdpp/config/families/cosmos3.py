@@ -136,7 +136,17 @@ def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
     return {"video": frames, "condition_frame_indexes_vision": tuple(range(num_latents))}
 
 
-_MODULAR = ModularSpec(blocks=("Cosmos3OmniBlocks",), guiders={}, has_batch=False)
+_MODULAR = ModularSpec(
+    blocks=("Cosmos3OmniBlocks",),
+    guiders={},
+    has_batch=False,
+    rewritten=frozenset(
+        {
+            *("vision_tokens", "vision_timesteps", "velocity_vision"),
+            *("sound_tokens", "sound_timesteps"),
+        }
+    ),
+)
 
 COSMOS3 = FamilySpec(
     sampling=Cosmos3Sampling,

@@ -137,6 +137,10 @@ class ModularSpec:
     reference_class: str | None = None
     """Name of the class in the pipeline's package that holds a reference; None: the image itself is
     the argument."""
+    rewritten: frozenset[str] = frozenset()
+    """Names of values of the denoising loop that each iteration writes before it uses them, and
+    that nothing uses after a step. Packets lack them. The engine finds such tensors itself, except
+    those in lists, and those that a block reads only because it reads all values."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""

@@ -486,12 +486,17 @@ class ModularCall:
         is_whole = place is not None and self._sub_block == len(self._loop.sub_blocks)
         if is_whole and self._inner_steps == 1 and not (is_inside or self._skipped):
             written = {name for name, use in self._first_uses.items() if use == "written"}
-        block_state = [
-            [name, packer.describe(value)]
-            if name in written and isinstance(value, torch.Tensor)
-            else [name, packer.pack(value, f"block.{name}")]
-            for name, value in values.items()
-        ]
+        assert self.spec.modular is not None
+        rewritten = frozenset() if is_inside else self.spec.modular.rewritten
+        block_state = []
+        for name, value in values.items():
+            if name in rewritten:
+                node = packer.absent(f"block.{name}", value)
+            elif name in written and isinstance(value, torch.Tensor):
+                node = packer.describe(value)
+            else:
+                node = packer.pack(value, f"block.{name}")
+            block_state.append([name, node])
         # Between the last step and this point, the pipeline may have begun another series of steps
         # and changed attributes. So the packet gets the attributes from the end of the last step.
         after = self._after_last_step if is_inside else {}

@@ -105,7 +105,7 @@ class StatePacker(Packer):
         if id(value) in self._components:
             return {"kind": "component", "name": self._components[id(value)]}
         if type(value) is AbsentValue:
-            return _absent(object.__getattribute__(value, "description"))
+            return self.absent(name, value)
         if value is None or type(value) in (bool, int, float, str):
             return {"kind": "plain", "value": value}
         if isinstance(value, torch.Tensor):
@@ -122,11 +122,24 @@ class StatePacker(Packer):
         if (make := self._structure_of(value, part)) is not None:
             return self._pack_once(value, make)
         if may_be_absent:
-            return _absent(f"{name} (a {type(value).__name__})")
+            return self.absent(name, value)
         raise ModelError(
             f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
             details={"name": name, "type": type(value).__name__},
         )
+
+    def absent(self, name: str, value: Any) -> Node:
+        """Return the structure of an `AbsentValue` that stands for a value.
+
+        Args:
+            name: Name of the value, for errors.
+            value: Value that the packet lacks, or the `AbsentValue` that already stands for it.
+        """
+        if type(value) is AbsentValue:
+            description = object.__getattribute__(value, "description")
+        else:
+            description = f"{name} (a {type(value).__name__})"
+        return {"kind": "absent", "description": description}
 
     def describe(self, value: Any) -> Node:
         """Return the structure of a value without keeping its tensors."""
@@ -294,10 +307,6 @@ class StateUnpacker:
         if name not in self._made:
             self._made[name] = unpack_tensor(node, self._tensors, self._device)
         return self._made[name]
-
-
-def _absent(description: str) -> Node:
-    return {"kind": "absent", "description": description}
 
 
 def _computes(value: Any) -> bool:

@@ -51,7 +51,6 @@ _UNREAD = {
         ),
         "the position ids, which travel, too, are made of these",
     ),
-    "block.vision_tokens.0": "a list, which each iteration makes again",
 }
 
 _UNREAD_WITH_SOUND = {
@@ -62,10 +61,6 @@ _UNREAD_WITH_SOUND = {
             f"{_BLOCK}uncond_sound_segment.sound_mrope_ids",
         ),
         "the position ids, which travel, too, are made of these",
-    ),
-    **dict.fromkeys(
-        ("block.vision_timesteps", "block.sound_timesteps", "block.velocity_vision"),
-        "the iteration, which is cut after the step of the video, has used it",
     ),
     **dict.fromkeys(
         (
