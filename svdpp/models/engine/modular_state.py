@@ -53,7 +53,7 @@ class AbsentValue:
     def _refuse(self, *_: Any, **__: Any) -> Any:
         description = object.__getattribute__(self, "description")
         raise ModelError(
-            f"a step or the decode reads {description}, which svdpp cannot send to another rank",
+            f"a step or the decode reads {description}, which was not sent to this rank",
             details={"value": description},
         )
 
