@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from svdpp.diagnostics.run_metrics import RunMetrics
     from svdpp.driver.clip_names import NameTemplate
-    from svdpp.driver.job_lines import LineDefaults, LineReader
+    from svdpp.driver.job_lines import JobLineReader, LineDefaults
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.output_policy import OutputPolicy
     from svdpp.driver.pipeline import Pipeline
@@ -262,7 +262,7 @@ class RunCommand:
         return command
 
     @cached_property
-    def line_reader(self) -> LineReader | None:
+    def line_reader(self) -> JobLineReader | None:
         """Reader of the lines of the jobs file; None: `--jobs` is not given.
 
         Raises:
@@ -272,12 +272,12 @@ class RunCommand:
         if path is None:
             return None
         from svdpp.driver.job_files import read_job_file
-        from svdpp.driver.job_lines import LineReader
+        from svdpp.driver.job_lines import JobLineReader
 
         is_own = table.exists() and path.exists() and table.samefile(path)
         wrong = f"--jobs {str(path)!r} has the name of the table that the run writes"
         require(not is_own, wrong, "rename it, or name another `out` folder")
-        return LineReader(self.options.line_defaults(self.sampling), read_job_file(path))
+        return JobLineReader(self.options.line_defaults(self.sampling), read_job_file(path))
 
     def check(self) -> None:
         """Check that the options do not contradict each other.
@@ -312,10 +312,10 @@ class RunCommand:
         """
         if is_secondary_rank(self.launched):
             return [], []
-        from svdpp.driver.jobs import name_and_count_jobs
+        from svdpp.driver.jobs import check_and_name_jobs
 
         jobs, errors = self._read_lines() if self.line_reader else self._read_inputs()
-        return name_and_count_jobs(jobs, self.policy, self.template), errors
+        return check_and_name_jobs(jobs, self.policy, self.template), errors
 
     def _read_inputs(self) -> tuple[list[RunJob], list[SvdppError]]:
         from svdpp.driver.run_job import combine_jobs

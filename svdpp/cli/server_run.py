@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from svdpp.client.connection import Connection
     from svdpp.client.server_model import ServerModel
     from svdpp.driver.clip_names import NameTemplate
-    from svdpp.driver.job_lines import LineReader
+    from svdpp.driver.job_lines import JobLineReader
     from svdpp.driver.manifest import RunManifest
     from svdpp.driver.output_policy import OutputPolicy
 
@@ -173,7 +173,7 @@ class _ServerRun:
     policy: OutputPolicy
     connection: Connection
     model: ServerModel
-    reader: LineReader
+    reader: JobLineReader
     clips: list[ServerClip]
     input_errors: list[SvdppError]
     """Errors of lines for which no clip is made."""
@@ -195,8 +195,8 @@ class _ServerRun:
         """
         from svdpp.client.batch_run import server_clips
         from svdpp.driver.job_files import read_job_file
-        from svdpp.driver.job_lines import LineReader, raise_line_errors
-        from svdpp.driver.jobs import check_outputs, name_and_count_jobs
+        from svdpp.driver.job_lines import JobLineReader, raise_line_errors
+        from svdpp.driver.jobs import check_and_name_jobs, check_outputs
 
         assert options.jobs is not None
         last_image = options.last_image
@@ -210,7 +210,7 @@ class _ServerRun:
             format="mp4",
             max_pixels=options.max_megapixels * 10**6,
         )
-        reader = LineReader(defaults, read_job_file(options.jobs))
+        reader = JobLineReader(defaults, read_job_file(options.jobs))
         found, errors = reader.read(reader.file.lines())
         jobs = []
         for job in found:
@@ -225,7 +225,7 @@ class _ServerRun:
             raise_line_errors(errors, reader.file, len(jobs), hint)
         if not jobs:
             raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")
-        named = name_and_count_jobs(jobs, policy, options.template(defaults.sampling))
+        named = check_and_name_jobs(jobs, policy, options.template(defaults.sampling))
         check_outputs(named, policy)
         return cls(
             console=console,

@@ -21,7 +21,7 @@ from typing import IO, Any
 from svdpp.client.connection import Connection, NotThereError
 from svdpp.client.server_model import ServerModel
 from svdpp.config.limits import read_small_file
-from svdpp.driver.job_lines import LineReader, raise_line_errors
+from svdpp.driver.job_lines import JobLineReader, raise_line_errors
 from svdpp.driver.run_job import RunJob, job_key
 from svdpp.errors import (
     InputError,
@@ -144,7 +144,7 @@ class BatchRun:
         self,
         connection: Connection,
         model: ServerModel,
-        reader: LineReader,
+        reader: JobLineReader,
         folder: Path,
         clips: Sequence[ServerClip],
         say: Callable[[str], None],

@@ -194,7 +194,7 @@ def _versions_of_extras(
 
 
 def _model_name(checkpoint: Checkpoint) -> str:
-    """Return a model's name: absolute path of a folder (or `~/...`), hub id, or `demo`."""
+    """Return the model's name for a clip's JSON: path of a folder (`~/...`), hub id, or `demo`."""
     is_folder = checkpoint.fingerprint is not None
     return recorded_name(str(checkpoint.folder) if is_folder else checkpoint.name)
 
@@ -329,7 +329,7 @@ def parse_clip_json(path: Path) -> Any:
 
 
 def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
-    """Check the types of a clip's metadata, and add default values for missing fields.
+    """Check the types of a clip's metadata; return them with defaults for missing fields.
 
     Args:
         values: Untrusted value, such as the result of `parse_clip_json`.
@@ -374,7 +374,7 @@ def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:
-    """Return a value that identifies the weights on this machine, and changes when they change.
+    """Return a value that identifies a model's weights on this machine, and changes when they do.
 
     Returns:
         For a hub model, the commit hash. For a model in a folder, a list with the path, size and

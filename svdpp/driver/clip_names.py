@@ -36,7 +36,7 @@ def name_jobs(
     template: NameTemplate | None = None,
     recorded: Mapping[str, Sequence[str]] | None = None,
 ) -> list[RunJob]:
-    """Return the jobs with unique file names, without an extension such as `.mp4`.
+    """Return copies of the jobs, each with a unique file name for its clip, without a suffix.
 
     If the user gave a name, as `out` or by a template, that name is used. Otherwise the name
     consists of the image's name (or the first words of the prompt) and the seed, such as `cat_7`.
@@ -125,7 +125,7 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Reuse names that an earlier run gave to equal jobs; add them to `names` and `taken`.
+    """Give each job the name that an earlier run gave to an equal job; extend `names` and `taken`.
 
     A name is reused only if it is the name in `wanted`, with or without a number such as `-2`.
     """
@@ -141,7 +141,7 @@ def _keep_recorded(
 
 
 def _valid(name: str) -> str:
-    """Make a valid file name: remove control characters and slashes, and cut to `_UNIQUE_BYTES`."""
+    """Return a valid file name: without control characters and slashes, cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 
@@ -188,7 +188,7 @@ _JOB_FIELDS: Mapping[str, Any] = {
 
 
 class NameTemplate:
-    """Template of the clips' names, such as `{stem}-{seed}-{index:04}`.
+    """Template of the file names of clips, such as `{stem}-{seed}-{index:04}`.
 
     Args:
         text: Template in the syntax of Python's `str.format`. Its fields are plain names, without
@@ -233,7 +233,7 @@ class NameTemplate:
         require(bool(self._used), f"{wrong}: it contains no field", "such as `name` {stem}-{seed}")
 
     def render(self, job: RunJob, index: int) -> str:
-        """Return the name of a job's clip.
+        """Fill the template with the values of a job, and return the name of the job's clip.
 
         Args:
             job: Job of the clip.

@@ -30,7 +30,9 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the names of a run's clips, without suffixes, by `job_key` (a hash of the job).
+    """Return the clips' names (without suffixes) in a run's `clips.jsonl`, by hash of the job.
+
+    The hash is that of `job_key`.
 
     Args:
         path: Path of the table, which need not exist.
@@ -56,7 +58,9 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the `job_key` (a hash of the job) of each finished clip, by the clip's file name.
+    """Return the job's hash of each finished clip in a run's `clips.jsonl`, by the clip's file.
+
+    The hash is that of `job_key`.
 
     Args:
         path: Path of the table, which need not exist.
@@ -91,7 +95,7 @@ class ClipTable:
         self._clean: Callable[[str], str] = redaction()
 
     def fill(self, rows: Sequence[str]) -> None:
-        """Replace all rows of the table.
+        """Replace all rows that `clips.jsonl` will have.
 
         Args:
             rows: Rows as JSON text, from `row_of_clip` and `row_of_error`.
@@ -99,7 +103,7 @@ class ClipTable:
         self._rows = list(rows)
 
     def row_of_clip(self, index: int, job: RunJob, metadata: Mapping[str, Any], state: str) -> str:
-        """Return the row of a clip, as JSON text with a line end.
+        """Return the row of `clips.jsonl` for a clip, as JSON text with a line end.
 
         Args:
             index: Position of the job among the jobs of the run, from 0.
@@ -120,7 +124,7 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row for an input, or a line of the jobs file, that is wrong and gives no clip.
+        """Return the row of `clips.jsonl` for a wrong input or jobs file line that gives no clip.
 
         Args:
             error: Error as a JSON object.
@@ -130,7 +134,7 @@ class ClipTable:
         return self._text({**row, "job": None})
 
     def update(self, index: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
-        """Set the state of a clip in the clip's row.
+        """Set a clip's state, and results if it is finished, in its row of `clips.jsonl`.
 
         Args:
             index: Position of the clip's job among the jobs of the run, from 0.
@@ -143,7 +147,7 @@ class ClipTable:
         self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
 
     def mark_lost(self, output: str, error: Mapping[str, Any]) -> None:
-        """Set the state of a finished clip to failed, because the clip's file is missing.
+        """Set a finished clip to failed in `clips.jsonl`, because the clip's file is missing.
 
         Args:
             output: Name of the clip's file.
@@ -154,7 +158,7 @@ class ClipTable:
                 self.update(index, "failed", {}, error=error)
 
     def text(self) -> str:
-        """Return the content of `clips.jsonl`."""
+        """Return the content of `clips.jsonl`, one line for each clip."""
         return "".join(self._rows)
 
     def _text(self, row: Mapping[str, Any]) -> str:

@@ -235,7 +235,7 @@ class ClipTracker:
             return list(self._failures)
 
     def check_may_wait(self, handle: ClipHandle | None = None) -> None:
-        """Check that the calling thread may wait for a clip.
+        """Raise a `RuntimeError` if the thread that finishes clips is about to wait for a clip.
 
         Args:
             handle: Handle of the clip to wait for, which may be done already. None: any clip.
@@ -253,7 +253,7 @@ class ClipTracker:
     def add(
         self, requests: Sequence[ClipRequest], num_steps: Sequence[int], *, for_results: bool
     ) -> list[ClipHandle]:
-        """Add clips with the next indices, and return their handles.
+        """Register submitted clips under the next indices, and return their handles.
 
         Args:
             requests: Requests of the clips.
@@ -275,7 +275,7 @@ class ClipTracker:
         return handles
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Handle an event of a rank, such as a finished step or a finished clip."""
+        """Update the handles of clips from an event of a rank, such as a finished step or clip."""
         match event:
             case StoredTensor():
                 assert self._tensor_folder is not None
@@ -355,7 +355,9 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Record how a clip has ended. Call this when the ranks no longer work on the clip.
+        """Pass a clip's outcome to its handle; remove its checkpoints, unless it has failed.
+
+        Call this when the ranks no longer work on the clip.
 
         The checkpoints of a finished or cancelled clip are removed. The checkpoints of a failed
         clip stay, so that a later run can resume the clip.
@@ -405,7 +407,7 @@ class ClipTracker:
             self._files.submit(lambda: remove_checkpoints(folder, key))
 
     def clean_up(self) -> None:
-        """Remove incomplete clip files, and checkpoints that were written after their clips ended.
+        """Remove incomplete clip files, and latent checkpoints that were written after clips ended.
 
         Call this after all ranks have ended. If a folder does not respond in time, its files are
         not removed.

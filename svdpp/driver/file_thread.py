@@ -27,7 +27,7 @@ class FileThread:
         self._starting = threading.Lock()
 
     def submit(self, call: Callable[[], object]) -> Future[None]:
-        """Queue a call, and return a future that is done when the call has ended.
+        """Queue a file operation, and return a future that is done when the operation has ended.
 
         The future holds the exception that the call raised, or None; the call's result is dropped.
         """

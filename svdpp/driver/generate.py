@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from svdpp.config import DEFAULT_MODEL, ModelConfig, PipelineConfig, VideoFormat
 from svdpp.config.limits import require
 from svdpp.driver.jobs import (
+    check_and_name_jobs,
     check_outputs,
     find_refused_jobs,
     fit_request_to_jobs,
-    name_and_count_jobs,
     plan_clips,
 )
 from svdpp.driver.manifest import open_manifest
@@ -121,7 +121,7 @@ def generate(
             model_config, checkpoint, parameters, format=policy.encoding.format, folder=images
         )
         requested = reader.jobs(inputs, prompts, negative_prompt, seeds)
-        jobs = name_and_count_jobs(requested, policy)
+        jobs = check_and_name_jobs(requested, policy)
         request = PipelineRequest(
             model=model_config,
             sampling=reader.sampling(from_image=jobs[0].made_from.media_file is not None),
@@ -153,7 +153,7 @@ def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str
 
 
 def _check_jobs(jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint) -> None:
-    """Check the clips against the model's configs, before any weights are loaded."""
+    """Raise an error if the model cannot make one of the clips, before any weights are loaded."""
     resolved, _ = resolve_config(config, weights="none", checkpoint=checkpoint)
     for job, error in find_refused_jobs(jobs, resolved, checkpoint):
         place = "" if job.line is None else f"{input_label(job.line)}: "
@@ -170,7 +170,7 @@ def _make_clips(
     on_result: Callable[[ClipResult], object] | None,
     progress: bool,
 ) -> list[ClipResult]:
-    """Plan the clips, and make them; show a progress bar if `progress` is set."""
+    """Plan the clips of `generate`, and make them; show a progress bar if `progress` is set."""
     # This import loads torch, which takes seconds. The fork server, which was started before, loads
     # torch at the same time.
     from svdpp.driver.pipeline import Pipeline
@@ -231,7 +231,7 @@ def _make(
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
-    """Remove the folder if the `with` block raises an error before any clip is finished."""
+    """Remove `generate`'s temporary folder if the `with` block fails before a clip is finished."""
     try:
         yield
     except BaseException as error:
@@ -241,7 +241,7 @@ def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
 
 
 class _TemporaryFolder:
-    """Temporary folder, removed when this object is garbage-collected or the process ends."""
+    """Temporary folder of `generate`, removed with this object or at the end of the process."""
 
     def __init__(self) -> None:
         self.path = process_lifetime.make_folder("svdpp-clips-")

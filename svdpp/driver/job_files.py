@@ -48,7 +48,7 @@ class JobFile:
     text: str
 
     def lines(self) -> Iterator[JobLine | SvdppError]:
-        """Yield the fields of each line, or an error for a line that cannot be parsed.
+        """Yield the fields of each line of a jobs file, or an error if the line cannot be parsed.
 
         Blank lines are skipped. In JSON Lines and YAML, lines that begin with `#` are skipped too.
         """
@@ -58,7 +58,7 @@ class JobFile:
     def error(
         self, line: int, message: str, hint: str = "", field: str | None = None, **details: Any
     ) -> RequestError:
-        """Return an error about a line of the file.
+        """Return an error about a line of the jobs file.
 
         Args:
             line: Number of the line.
@@ -74,7 +74,7 @@ class JobFile:
         )
 
     def line_label(self, line: int, field: str | None = None) -> str:
-        """Return the name of a line or of its field for messages: `jobs.csv, line 3, seed`."""
+        """Return the name of a jobs file's line or field in messages: `jobs.csv, line 3, seed`."""
         return f"{self.name}, line {line}" + ("" if field is None else f", {field}")
 
     # --- jobs files in JSON Lines -------------------------------------------------------------

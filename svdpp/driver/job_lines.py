@@ -62,7 +62,7 @@ MAX_PRINTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Values for fields that a line does not set, and facts about the model's inputs."""
+    """Values for fields that a line of a jobs file does not set; facts about the model's inputs."""
 
     model: str
     """Name of the model, for messages."""
@@ -89,8 +89,8 @@ class LineDefaults:
     max_pixels: int = MAX_PIXELS
 
 
-class LineReader:
-    """Converter of lines into jobs. An image that several lines name is read only once.
+class JobLineReader:
+    """Converter of the lines of a jobs file into jobs. Each image is read only once.
 
     Args:
         defaults: Values for fields that lines do not set.
@@ -108,7 +108,7 @@ class LineReader:
         self._line = 0
 
     def read(self, lines: Iterable[JobLine | SvdppError]) -> tuple[list[RunJob], list[SvdppError]]:
-        """Return the jobs of all valid lines, and the errors of the other lines.
+        """Return the jobs of a jobs file's valid lines, and the errors of the other lines.
 
         Args:
             lines: Lines of the file. For a line that could not be parsed, the error.
@@ -129,12 +129,12 @@ class LineReader:
 
     @cached_property
     def image_field(self) -> str:
-        """Name of the field for a clip's input: `image`, or `video` if the family edits videos."""
+        """Field of a jobs file for a clip's input: `image`, or `video` for families that edit."""
         return "video" if self._kind.from_video else "image"
 
     @cached_property
     def fields(self) -> tuple[str, ...]:
-        """Names of all fields that lines may have for the model's family."""
+        """Names of all fields that lines of a jobs file may have for the model's family."""
         prompts = () if self._defaults.prompt_use == "refused" else ("prompt", "negative_prompt")
         image = () if self._defaults.image_use == "refused" else (self.image_field, "fit")
         last_image = () if self._defaults.last_image_use == "refused" else (LAST_IMAGE,)
@@ -145,7 +145,7 @@ class LineReader:
 
     @cached_property
     def _aliases(self) -> dict[str, str]:
-        """Map of accepted aliases to field names, such as `num_inference_steps` to `steps`."""
+        """Map of a jobs file's aliases to field names, such as `num_inference_steps` to `steps`."""
         aliases = {param.name: name for name, param in self._params.items() if param.name != name}
         for name in ("image", "input_reference", "image_reference"):
             if name != self.image_field and self.image_field in self.fields:
@@ -154,7 +154,7 @@ class LineReader:
 
     @cached_property
     def _names_in_file(self) -> dict[str, str]:
-        """Map from names in configurations to names in files, such as `num_frames` to `frames`."""
+        """Map of names in configurations to names in jobs files, like `num_frames` to `frames`."""
         return {
             **{param.name: name for name, param in self._params.items()},
             **{name: name for name in ("width", "height", "seed", "fit", "prompt", LAST_IMAGE)},
@@ -215,7 +215,10 @@ class LineReader:
         return RunJob(made_from=made_from, seed=seed, sampling=sampling, out=out, line=line.number)
 
     def _known_values(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values that a line sets, by field name. Empty strings and null are skipped."""
+        """Return the values that a jobs file's line sets, by field; record errors of wrong fields.
+
+        Empty strings and null are skipped.
+        """
         values: dict[str, Any] = {}
         typed_names: dict[str, str] = {}
         for typed, value in fields.items():
@@ -272,7 +275,7 @@ class LineReader:
         return int(seed)
 
     def _loras(self, value: Any) -> tuple[Lora, ...]:
-        """Return the LoRAs of a line. Relative paths refer to the folder of the jobs file."""
+        """Return the LoRAs of a jobs file's line. Relative paths refer to the file's folder."""
         loras = []
         for lora in parse_loras(value):
             path = self.file.folder / lora.name
@@ -280,7 +283,7 @@ class LineReader:
         return tuple(loras)
 
     def _references(self, value: Any) -> tuple[str, ...]:
-        """Return the paths of a line's reference images.
+        """Return the paths of the reference images that a line of a jobs file names.
 
         Args:
             value: One path, a list of paths, or such a list as JSON text, as in a CSV file.
@@ -289,7 +292,7 @@ class LineReader:
             return ()
         listed = value
         if isinstance(value, str):
-            listed = _json_list(value) if value.lstrip().startswith("[") else [value]
+            listed = _json_value(value) if value.lstrip().startswith("[") else [value]
         if not (isinstance(listed, list | tuple) and all(isinstance(each, str) for each in listed)):
             raise RequestError(
                 f"must be a list of files, got {shown(value)}",
@@ -339,7 +342,7 @@ class LineReader:
         has_last_image: bool,
         num_references: int,
     ) -> SamplingConfig | None:
-        """Return the sampling parameters of a line; None if the line has an error.
+        """Return the sampling parameters of a jobs file's line; None if the line has an error.
 
         Lines with equal parameters share one object.
         """
@@ -438,7 +441,7 @@ class LineReader:
 
     @contextmanager
     def _errors_of(self, name: str | None) -> Iterator[None]:
-        """Catch a `RequestError` of the `with` block, and add it to the errors of the line.
+        """Catch a `RequestError` of the `with` block; add it to the errors of the jobs file's line.
 
         Args:
             name: Name of the field that the error is about; None: the error itself names the field.
@@ -452,7 +455,7 @@ class LineReader:
         self._errors.append(self.file.error(self._line, message, hint, name))
 
     def line_error(self, line: int, error: SvdppError, name: str | None = None) -> RequestError:
-        """Convert an error of a configuration class to an error about a line.
+        """Convert an error of a configuration class to an error about a line of the jobs file.
 
         The new error names the line, and names fields as the jobs file does: `frames`, not
         `num_frames`.
@@ -471,8 +474,8 @@ class LineReader:
         return self.file.error(line, message, hint, name, **details)
 
 
-def _json_list(text: str) -> Any:
-    """Return the value of JSON text. Text that is not JSON is returned unchanged."""
+def _json_value(text: str) -> Any:
+    """Return the value of JSON text in a jobs file. Text that is not JSON is returned unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -480,7 +483,7 @@ def _json_list(text: str) -> Any:
 
 
 def _number(value: Any, kind: type[int] | type[float]) -> int | float:
-    """Return a JSON value or a string as a number.
+    """Return the value of a jobs file's field, a JSON value or a string, as a number.
 
     Args:
         value: JSON value or string, such as 7 or "7".
@@ -512,7 +515,7 @@ def _number(value: Any, kind: type[int] | type[float]) -> int | float:
 def raise_line_errors(
     errors: Sequence[SvdppError], file: JobFile, num_jobs: int, hint: str = ""
 ) -> None:
-    """Raise the errors of lines as one error; do nothing if there are no errors.
+    """Raise the errors of a jobs file's lines as one error; do nothing if there are no errors.
 
     A single error is raised with `hint` added to its own hint. The message about several errors
     lists them.

@@ -50,7 +50,9 @@ _LINE_FIELDS = (
 
 
 def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
-    """Check the output files and the video encoder, before the model is searched for.
+    """Check that a run can write its output files; return the number of clips that already exist.
+
+    This also checks that ffmpeg is found. It is called before the model is searched for.
 
     Args:
         jobs: Jobs of the run, with names.
@@ -98,10 +100,10 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     return len(existing)
 
 
-def name_and_count_jobs(
+def check_and_name_jobs(
     jobs: Sequence[RunJob], policy: OutputPolicy, template: NameTemplate | None = None
 ) -> list[RunJob]:
-    """Check the number of jobs, and return the jobs with unique names for their clips.
+    """Check the number of a run's jobs, and return the jobs with unique names for their clips.
 
     Args:
         jobs: Jobs as they were read.
@@ -121,7 +123,7 @@ def name_and_count_jobs(
 
 
 def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> PipelineRequest:
-    """Return a copy of a request, with ranks that can make the clips of all jobs.
+    """Return a copy of a pipeline's request, with ranks that can make the clips of all jobs.
 
     The copy has the sampling parameters of the largest clip and the LoRAs of every clip. If the
     numbers of steps differ between clips, `steps_vary` is set: the default split then takes any
@@ -165,7 +167,7 @@ def loras_of(jobs: Iterable[RunJob]) -> tuple[Lora, ...]:
 
 
 def check_number_of_clips(count: int) -> None:
-    """Check that a run has 1 to `MAX_CLIPS` clips.
+    """Raise a `RequestError` unless a run has 1 to `MAX_CLIPS` clips.
 
     Args:
         count: Number of clips.
@@ -183,7 +185,7 @@ def check_number_of_clips(count: int) -> None:
 
 
 def _check_own_files(policy: OutputPolicy) -> None:
-    """Check that existing files named `run.json` and `clips.jsonl` were written by a run."""
+    """Raise an error if an existing `run.json` or `clips.jsonl` was not written by a run."""
     for path, what, read in (
         (policy.manifest, "a run's manifest", read_manifest),
         (policy.clip_table, "a run's table of clips", read_names),
@@ -322,7 +324,7 @@ def _is_large(job: RunJob) -> bool:
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Check whether the run keeps a clip that an earlier run has finished.
+    """Return an existing clip's JSON if the run keeps it, and whether a new clip replaces it.
 
     Returns:
         Two values. The first is the JSON of the existing clip, or None if the clip must be made.

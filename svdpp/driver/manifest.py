@@ -40,7 +40,7 @@ _LAST_WRITE_SECONDS = 20.0
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the content of a run's manifest.
+    """Return the content of a run's manifest (`run.json`).
 
     Raises:
         InputError: The file is missing, is not a manifest, or has another schema version.
@@ -69,7 +69,7 @@ def open_manifest(
     failed: Sequence[Mapping[str, Any]],
     table: Path,
 ) -> RunManifest:
-    """Create the manifest of a run that is about to begin.
+    """Create the `RunManifest`, and the table of clips, of a run that is about to begin.
 
     The files are written when the manifest's `with` block is entered.
 
@@ -187,7 +187,7 @@ class RunManifest:
                 self._write_at_once()
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Update the state of a clip from an event of a rank."""
+        """Update the state of a clip in `run.json` and `clips.jsonl` from an event of a rank."""
         match event:
             case (
                 Heartbeat(action=Action(kind=Kind.ENCODE | Kind.LOAD_CHECKPOINT, clip=clip))
@@ -207,7 +207,9 @@ class RunManifest:
             self._write()
 
     def set_measurements(self, metrics: Mapping[str, Any]) -> None:
-        """Set the metrics of the run, for `svdpp report`. They are written at the end of the block.
+        """Set the run's metrics in `run.json`, for `svdpp report`.
+
+        They are written at the end of the `with` block.
 
         Args:
             metrics: JSON values by name.
@@ -216,7 +218,7 @@ class RunManifest:
         self._changed = True
 
     def mark_lost(self, output: str, error: OutputError) -> None:
-        """Set the state of a finished clip to failed, because the clip's file was removed.
+        """Set a finished clip to failed in `run.json`, because the clip's file was removed.
 
         Args:
             output: Name of the clip's file, as in the clip's entry of `run.json`.
@@ -269,7 +271,7 @@ class RunManifest:
         self._wait()
 
     def _restore(self) -> None:
-        """Restore the manifest and the table of the earlier run, because no clip has begun."""
+        """Restore `run.json` and `clips.jsonl` of the earlier run, because no clip has begun."""
         earlier = self._earlier
         self._writing = self._files.submit(lambda: _replace_files(earlier))
         self._wait()

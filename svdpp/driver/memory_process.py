@@ -139,7 +139,10 @@ def _respond(task: _Task, arguments: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Read a task from stdin, and write the result as JSON in the last line of stdout."""
+    """Read a task (memory or FLOPs of a model) from stdin; write the result as JSON to stdout.
+
+    The result is the last line of stdout.
+    """
     end_with_parent()
     task, arguments = pickle.load(sys.stdin.buffer)
     with environment_defaults():

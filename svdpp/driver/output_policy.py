@@ -47,7 +47,7 @@ class OutputPolicy:
         encoding: Encoding | None = None,
         **more: Any,
     ) -> OutputPolicy:
-        """Return the policy for a folder of clips, or for the file of a single clip.
+        """Return the output policy for a path: a folder of clips, or the file of a single clip.
 
         Args:
             out: Path of a folder, or of a file with the suffix of a video format.
@@ -86,7 +86,7 @@ class OutputPolicy:
         return f"{name}{video.FORMAT_SUFFIXES[self.encoding.format]}"
 
     def output_of(self, name: str) -> OutputConfig:
-        """Return the output file of a clip.
+        """Return the configuration of a clip's output file: path and encoding.
 
         Args:
             name: Name of the clip, without a suffix.
@@ -96,17 +96,17 @@ class OutputPolicy:
 
     @property
     def keeps_finished(self) -> bool:
-        """Whether existing clips with the requested parameters are kept."""
+        """Whether a run keeps clips that an earlier run made with the requested parameters."""
         return self.resume or self.is_restarted
 
     @property
     def manifest(self) -> Path:
-        """Path of the run's manifest, in the folder of the clips."""
+        """Path of the run's manifest (`run.json`), in the folder of the clips."""
         return self._own_file(MANIFEST)
 
     @property
     def clip_table(self) -> Path:
-        """Path of the table of the run's clips, in the folder of the clips."""
+        """Path of the table of the run's clips (`clips.jsonl`), in the folder of the clips."""
         return self._own_file(CLIP_TABLE)
 
     def _own_file(self, name: str) -> Path:

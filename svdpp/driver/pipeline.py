@@ -219,7 +219,9 @@ class Pipeline(PipelineRanks):
     # --- entry and exit of the `with` block -----------------------------------------------------
 
     def check_memory(self) -> None:
-        """Check that this host's ranks fit into its free memory; entering the block checks it too.
+        """Raise an `OutOfMemoryError` if this host's ranks do not fit into its free memory.
+
+        Entering the `with` block checks this too.
 
         Raises:
             OutOfMemoryError: The ranks need more memory than the host has free.

@@ -51,7 +51,7 @@ def _check_arguments(
 
 
 def _choose_backend(config: PipelineConfig, world: World | None) -> str:
-    """Check that this host has the devices, and return the backend of `torch.distributed`."""
+    """Check that this host has the ranks' devices; return the backend of `torch.distributed`."""
     backend = process_group.choose_backend(config.device, config.world_size)
     num_local = config.world_size if world is None else world.local_size
     process_group.check_devices(config.device, num_local, launched=world is not None)
@@ -373,7 +373,7 @@ class PipelineRanks:
 
 
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
-    """Return the settings that must be equal on all ranks.
+    """Return the settings of a pipeline that must be equal on all ranks of a launcher, by name.
 
     A launcher starts each rank by a command of its own, so the ranks compare these settings.
 
@@ -407,7 +407,9 @@ def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> di
 
 
 def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allowed: bool) -> bool:
-    """Whether ranks have different devices or library versions, which can change the clips' bits.
+    """Whether ranks differ in devices or library versions. If that is not allowed, raise an error.
+
+    Such differences can change the bits of clips.
 
     Args:
         started: `Started` event of each rank, with device and conditions.

@@ -163,7 +163,7 @@ class PipelineRequest:
 
     @staticmethod
     def of(config: PipelineConfig, **more: Any) -> PipelineRequest:
-        """Return the request for a pipeline with a configuration from the Python API.
+        """Return the `PipelineRequest` for a configuration from the Python API.
 
         Args:
             config: Configuration from a user of the Python API. If its costs are the default,
@@ -194,7 +194,7 @@ class PipelineRequest:
         check_choices(self.layout, self.parallel)
 
     def resolve(self) -> tuple[PipelineConfig, str]:
-        """Choose ranks and layout, and return the configuration with a reason for the choice.
+        """Choose ranks and layout; return the pipeline's configuration, and why they were chosen.
 
         Returns:
             Configuration, and a sentence on the choice of ranks and layout; "" if nothing was
@@ -235,7 +235,7 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return a copy with one step for each rank.
+        """Return a copy of the request, in which each rank has one denoising step.
 
         The copy has at least two steps, which some schedulers need, and more if the family needs
         more.
@@ -270,7 +270,7 @@ class PipelineRequest:
 
     @cached_property
     def _checkpoint_and_sampling(self) -> tuple[Checkpoint | None, SamplingConfig]:
-        """Checkpoint, and sampling parameters with the model's defaults.
+        """Checkpoint of the model, and sampling parameters with the model's defaults.
 
         For SVD, the checkpoint is not read. Then the first value is None, and the second has the
         sampling parameters without the model's defaults.
@@ -305,7 +305,7 @@ class PipelineRequest:
         return 1 if size == "auto" else int(size)
 
     def _overrides(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's values for fields that `auto` would otherwise choose."""
+        """Return the user's values for layout fields that `auto` would otherwise choose."""
         options = layout_options()
         return {name: each for name, each in given.items() if "auto" in options[name].chosen_by}
 
@@ -316,7 +316,7 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Fields that the user has set, and the split that svdpp chooses if the user sets none."""
+        """Layout fields that the user has set; a split that svdpp chooses if the user sets none."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 
@@ -336,12 +336,12 @@ class PipelineRequest:
 
     @property
     def _uses_all_devices(self) -> bool:
-        """Whether all devices are used: neither user nor launcher sets the number of ranks."""
+        """Whether the run uses all devices: neither user nor launcher sets the number of ranks."""
         return self.launched is None and self.num_ranks is None
 
     @cached_property
-    def _devices(self) -> int:
-        """Number of ranks if nobody sets it: `default_world`, else one for each GPU, else 2."""
+    def _num_devices(self) -> int:
+        """Number of devices, and of ranks if nobody sets it: `default_world`, or GPUs, or 2."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":
@@ -354,7 +354,7 @@ class PipelineRequest:
     def _has_remainder(self) -> bool:
         """Whether the steps cannot be divided evenly between the stages if all devices are used."""
         num_decoders = int(self.parallel.get("num_decoders", 1))
-        stages = max(1, self._devices // self._pair_size - num_decoders + 1)
+        stages = max(1, self._num_devices // self._pair_size - num_decoders + 1)
         return self.sampling.num_inference_steps % stages > 0
 
     @cached_property
@@ -362,7 +362,7 @@ class PipelineRequest:
         """Sentence on why the number of ranks or the split was chosen; "" if neither was chosen."""
         if not self._uses_all_devices or self.uses_auto:
             return ""
-        count, used, steps = self._devices, self.world_size, self.sampling.num_inference_steps
+        count, used, steps = self._num_devices, self.world_size, self.sampling.num_inference_steps
         kind = "GPUs" if self.device.startswith("cuda") else "ranks"
         if used < count:
             asked_for_uniform = self._given.get("split") == "uniform"
@@ -398,7 +398,7 @@ class PipelineRequest:
             return launched.size
         if requested is not None:
             return requested
-        stages = max(1, self._devices // self._pair_size)
+        stages = max(1, self._num_devices // self._pair_size)
         # The user has requested a uniform split, so the number of ranks must divide the number of
         # steps.
         if self._requires_even_steps(self._given) and "split" in self._given:
@@ -444,8 +444,8 @@ class PipelineRequest:
                 details={"rank": 0},
             )
         needs, limits = self._memory()
-        # With `cfg_parallel` 2, a server cannot make clips without guidance. So for a server, only
-        # the user can choose it.
+        # With `cfg_parallel_size` 2, a server cannot make clips without guidance. So for a server,
+        # the search may choose 2 only if the user set the field to "auto".
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
         # Layout fields without `chosen_by` are set only by the user, so all layouts keep the user's
@@ -503,7 +503,7 @@ class PipelineRequest:
         )
 
     def _chosen(self) -> tuple[ParallelConfig, CostModel, str]:
-        """Return the fields of the layout, the costs, and a sentence on why `auto` chose it.
+        """Return the layout's fields, the costs, and a sentence on why `auto` chose the layout.
 
         The sentence is empty if the user chose the layout.
         """

@@ -45,7 +45,7 @@ class RequestScheduler:
         """Router of the clips. Each rank has an equal router, and so computes the same routes."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
-        """Return a request with resolved sampling parameters and with the paths of its LoRAs.
+        """Return a clip's request with resolved sampling parameters and the paths of its LoRAs.
 
         `sampling` of the result is None if the parameters are those of the pipeline.
 
@@ -69,7 +69,7 @@ class RequestScheduler:
         return replace(request, sampling=sampling)
 
     def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig | None:
-        """Return resolved sampling parameters; None: they are the parameters of the pipeline.
+        """Return a clip's sampling parameters, resolved; None: they are those of the pipeline.
 
         Equal parameters are resolved only once, because a run may have 100,000 clips.
 
@@ -113,7 +113,7 @@ class RequestScheduler:
         return self._found_loras[lora.source]
 
     def check_routes(self, sampling: SamplingConfig) -> None:
-        """Check that the ranks can make a clip with these parameters, at any index in the run.
+        """Check that the ranks can make a clip of these parameters, whatever its index in the run.
 
         Args:
             sampling: Sampling parameters of the clip, resolved or not.
@@ -137,7 +137,7 @@ class RequestScheduler:
             raise RequestError(error.message, hint, details=details) from error
 
     def resolve_requests(self, requests: Iterable[ClipRequest]) -> list[ClipRequest]:
-        """Check requests, and return the resolved requests as a list.
+        """Check clips' requests, and return them with resolved sampling parameters and LoRAs.
 
         Raises:
             RequestError: The ranks cannot make one of the clips.

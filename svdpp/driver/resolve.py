@@ -270,7 +270,9 @@ def _process_bytes(device: str) -> int:
 def check_memory(
     config: PipelineConfig, checkpoint: Checkpoint | None, ranks: Sequence[Roles]
 ) -> None:
-    """Check that this machine has enough free memory for ranks on the CPU; skip ranks on GPUs.
+    """Raise an `OutOfMemoryError` if ranks on the CPU need more memory than this machine has free.
+
+    Ranks on GPUs are not checked.
 
     Args:
         config: Resolved configuration.

@@ -22,7 +22,7 @@ _CONTENT_FIELDS = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunJob:
-    """Input, seed, parameters and name of one clip."""
+    """Input, seed, parameters and name of one clip of a run."""
 
     made_from: ClipInput
     seed: int
@@ -37,7 +37,7 @@ class RunJob:
     """Number of the line in the jobs file; None: the run has no jobs file."""
 
     def request(self) -> ClipRequest:
-        """Return the request for the clip, without an output file."""
+        """Return the request for a job's clip, without an output file."""
         request = self.made_from.request(self.seed)
         return request if self.sampling is None else replace(request, sampling=self.sampling)
 

@@ -109,12 +109,12 @@ class RunPlan:
 
     @property
     def requests(self) -> list[ClipRequest]:
-        """Requests for the clips to make. Each access creates new objects."""
+        """Requests for the clips that the run still must make. Each access creates new objects."""
         return self.requests_of(self.clips)
 
     @property
     def metadata(self) -> list[dict[str, Any]]:
-        """Metadata of the clips to make. Each access creates new, large objects."""
+        """Metadata of the clips that the run still must make. Each access creates large objects."""
         return self.metadata_of(self.clips)
 
     def requests_of(self, clips: Sequence[PlannedClip]) -> list[ClipRequest]:

@@ -20,7 +20,7 @@ from svdpp.config import (
 )
 from svdpp.config.limits import require
 from svdpp.driver.job_files import JobFile, JobLine
-from svdpp.driver.job_lines import LineDefaults, LineReader, raise_line_errors
+from svdpp.driver.job_lines import JobLineReader, LineDefaults, raise_line_errors
 from svdpp.driver.run_job import RunJob, combine_jobs
 from svdpp.errors import InputError, nearest
 from svdpp.media.images import MediaFile
@@ -56,7 +56,7 @@ class SourceReader:
         folder: Path,
     ) -> None:
         self._model, self._checkpoint = model, checkpoint
-        self._values = _by_own_name(parameters, checkpoint.family)
+        self._values = _by_field_name(parameters, checkpoint.family)
         self._format: VideoFormat = format
         self._folder = folder
         self._saved: dict[int, str] = {}
@@ -92,7 +92,7 @@ class SourceReader:
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
-        """Return the caller's sampling parameters, with the family's defaults for missing ones.
+        """Return the sampling parameters of `generate`'s caller, with the family's defaults.
 
         Some fields are still None, because their defaults are in the model's configs.
 
@@ -144,7 +144,7 @@ class SourceReader:
             format=self._format,
         )
         fields = [self._fields(clip, index) for index, clip in enumerate(clips)]
-        reader = LineReader(defaults, _Dicts(clips=fields))
+        reader = JobLineReader(defaults, _Dicts(clips=fields))
         jobs, errors = reader.read(reader.file.lines())
         raise_line_errors(errors, reader.file, len(jobs))
         return jobs
@@ -155,13 +155,13 @@ class SourceReader:
         return {str(name): self._plain(value, index) for name, value in clip.items()}
 
     def _plain(self, value: Any, index: int) -> Any:
-        """Convert a value of a dict: an image or a `Path` becomes the text of its path."""
+        """Convert a value of a caller's dict: an image or a `Path` becomes the text of its path."""
         if isinstance(value, list | tuple):
             return [self._plain(each, index) for each in value]
         return self._path(value, index) if isinstance(value, os.PathLike | Image.Image) else value
 
     def _path(self, image: ImageSource, index: int) -> str:
-        """Return the path of an image. A PIL image is saved to a file at its first occurrence."""
+        """Return the path of an image. A PIL image is first saved to a file, but only once."""
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
@@ -202,12 +202,12 @@ class _Dicts(JobFile):
 
 
 def input_label(index: int) -> str:
-    """Return the name of an input in messages, such as "inputs[0]"."""
+    """Return the name of an input of `generate` in messages, such as "inputs[0]"."""
     return f"inputs[{index}]"
 
 
-def _by_own_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters with keys such as `steps` replaced by field names."""
+def _by_field_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return sampling parameters by field name; `generate` also accepts keys such as `steps`."""
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():

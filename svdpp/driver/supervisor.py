@@ -111,13 +111,16 @@ class Supervisor:
             self.send(rank, message)
 
     def abort(self, error: BaseException) -> None:
-        """Make the current or next call of `step` raise `error`. Any thread may call this."""
+        """End the supervision of the ranks: the current or next call of `step` raises `error`.
+
+        Any thread may call this.
+        """
         self._aborted = error
 
     def supervise(
         self, is_over: Callable[[], bool], on_joined: Callable[[], None] = lambda: None
     ) -> None:
-        """Handle events until all work is done, then end the ranks.
+        """Handle the ranks' events until all work is done, then end the ranks.
 
         Args:
             is_over: Function that returns whether all work is done.
@@ -134,7 +137,9 @@ class Supervisor:
         self.stop()
 
     def step(self) -> None:
-        """Handle all available events, after waiting a short time for the first event.
+        """Handle all available events of the ranks; raise an error if a rank fails or stalls.
+
+        For the first event, the call waits a short time.
 
         Raises:
             SvdppError: A rank has failed, died or stalled, or `abort` was called with this error.

@@ -71,7 +71,7 @@ class MeasuredCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Record the time in an event; ignore events without a time."""
+        """Record the seconds of work in a rank's event; ignore events without a time."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
@@ -94,7 +94,7 @@ class MeasuredCosts:
         return "step" in self._counts
 
     def costs_like(self, assumed: CostModel) -> CostModel:
-        """Return a cost model with the measured means.
+        """Return a cost model with the measured means, and scaled costs for other kinds of work.
 
         Args:
             assumed: Costs for kinds of work that were not measured. They are scaled by the ratio of
@@ -109,14 +109,14 @@ TimedSpan = Span | StepSpan | WaitSpan | TransferSpan
 
 
 class SpanBuilder:
-    """Builder of spans from events. It converts times to the clock of rank 0's host."""
+    """Builder of time spans from ranks' events. It converts times to the clock of rank 0's host."""
 
     def __init__(self) -> None:
         self._clock_ahead: dict[int, float] = defaultdict(float)
         self._open_steps: dict[int, list[StepDone]] = defaultdict(list)
 
     def add(self, rank: int, event: Event) -> list[TimedSpan]:
-        """Return the spans that an event completes.
+        """Return the time spans (action, steps, wait, transfer) that a rank's event completes.
 
         `ActionDone` completes an action, its steps, and the wait before it. `TransferDone`
         completes a transfer. The list is empty for other events.
@@ -174,7 +174,7 @@ class RunningMean:
     count: int = 0
 
     def add(self, value: float | None) -> None:
-        """Add a sample; ignore None."""
+        """Add a sample to the mean; ignore None."""
         if value is not None:
             self.total, self.count = self.total + value, self.count + 1
 
@@ -237,7 +237,7 @@ class Trace:
         self._span_builder = SpanBuilder()
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Record the measurements in an event of a rank."""
+        """Record the measurements (times, memory, load) in an event of a rank."""
         clip = event.action.clip if isinstance(event, ActionDone) else getattr(event, "clip", None)
         if clip is not None and clip < self._first_clip:
             return
@@ -290,7 +290,7 @@ class Trace:
 
     @property
     def received(self) -> list[TransferSpan]:
-        """Transfers as the receivers have measured them; each transfer occurs only once."""
+        """Transfers of packets as the receivers have measured them; each occurs only once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:

@@ -12,7 +12,7 @@ import pytest
 from svdpp.config import SvdSampling, WanSampling
 from svdpp.config.families.minimax_h3 import MiniMaxH3ReferencesSampling
 from svdpp.driver.job_files import JobFile, JobLine, read_job_file
-from svdpp.driver.job_lines import MAX_PRINTED, LineDefaults, LineReader, raise_line_errors
+from svdpp.driver.job_lines import MAX_PRINTED, JobLineReader, LineDefaults, raise_line_errors
 from svdpp.driver.run_job import RunJob
 from svdpp.errors import InputError, RequestError, SvdppError
 from svdpp.media import images
@@ -39,7 +39,7 @@ def read(
     text: str, defaults: LineDefaults = WAN, kind: str = "jsonl"
 ) -> tuple[list[RunJob], list[str]]:
     file = JobFile("clips", Path(PHOTO).parent, kind, text)
-    jobs, errors = LineReader(defaults, file).read(file.lines())
+    jobs, errors = JobLineReader(defaults, file).read(file.lines())
     return jobs, [error.message.removeprefix("clips, ") for error in errors]
 
 
@@ -107,7 +107,7 @@ def test_a_line_has_a_last_image_of_its_own() -> None:
     ):
         file = JobFile("clips", Path(PHOTO).parent, "csv", f"last_image\n{name}")
         messages = {
-            error.message: error for error in LineReader(defaults, file).read(file.lines())[1]
+            error.message: error for error in JobLineReader(defaults, file).read(file.lines())[1]
         }
         wrong = f"clips, line 2, last_image: model {defaults.model!r} takes no last image"
         assert messages[wrong].hint.startswith(hint)
@@ -153,7 +153,7 @@ def test_wrong_references_of_a_line_are_named(references: str, words: str) -> No
     assert jobs == []
     assert words in error
     file = JobFile("clips", Path(PHOTO).parent, "jsonl", text)
-    (refused,) = LineReader(SVD, file).read(file.lines())[1][-1:]
+    (refused,) = JobLineReader(SVD, file).read(file.lines())[1][-1:]
     assert "families that take references: wan_vace, wan_vace_control, " in refused.hint
 
 
@@ -280,7 +280,7 @@ def test_an_image_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_all_errors_are_raised_at_once(tmp_path: Path) -> None:
     shutil.copy(PHOTO, tmp_path)
     file = JobFile("clips", tmp_path, "jsonl", '{"image": "rocket.jpg", "sead": 1}\n' * 30)
-    jobs, errors = LineReader(SVD, file).read(file.lines())
+    jobs, errors = JobLineReader(SVD, file).read(file.lines())
     with pytest.raises(RequestError) as caught:
         raise_line_errors(errors, file, len(jobs), "more")
     lines = caught.value.message.splitlines()
@@ -292,7 +292,7 @@ def test_all_errors_are_raised_at_once(tmp_path: Path) -> None:
     assert {problem["field"] for problem in problems} == {"sead"}
     with pytest.raises(InputError, match=r"line 1, image: .*none.jpg' does not exist"):
         file = JobFile("clips", tmp_path, "jsonl", '{"image": "none.jpg"}')
-        raise_line_errors(LineReader(SVD, file).read(file.lines())[1], file, 0)
+        raise_line_errors(JobLineReader(SVD, file).read(file.lines())[1], file, 0)
 
 
 def test_two_lines_cannot_have_one_name() -> None:

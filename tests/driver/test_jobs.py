@@ -32,9 +32,9 @@ from svdpp.driver import resolve as memory
 from svdpp.driver.clip_metadata import check_clip_metadata, clip_metadata
 from svdpp.driver.clip_names import name_jobs
 from svdpp.driver.jobs import (
+    check_and_name_jobs,
     check_outputs,
     fit_request_to_jobs,
-    name_and_count_jobs,
     plan_clips,
 )
 from svdpp.driver.manifest import RunManifest, open_manifest
@@ -91,7 +91,7 @@ def test_ranks_are_started_for_the_largest_clip_all_loras_and_any_number_of_step
 
 def test_a_run_without_clips_gets_no_names(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="a run makes 1 to 100000 clips, got 0") as caught:
-        name_and_count_jobs([], OutputPolicy(folder=tmp_path))
+        check_and_name_jobs([], OutputPolicy(folder=tmp_path))
     assert caught.value.details["value"] == 0
 
 
