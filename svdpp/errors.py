@@ -188,7 +188,7 @@ class RankError(SvdppError, RuntimeError):
 
     @property
     def picture(self) -> str:
-        """Former name of `grid`."""
+        """Former name of a `RankError`'s `grid`, the picture of the ranks' work."""
         return self.grid
 
 
@@ -254,7 +254,7 @@ class ServerError(SvdppError, RuntimeError):
 
 
 class Interrupted(BaseException):
-    """Exception for a signal that ended the run.
+    """Exception for a signal, such as SIGTERM, that ended the run.
 
     The class does not inherit from `Exception`. Otherwise a library that catches every `Exception`
     could keep the run going.
@@ -351,7 +351,7 @@ def write_fields(text: str, names: Mapping[str, str]) -> str:
 
 
 def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint for a misspelt name.
+    """Return a hint that proposes the known name most similar to a misspelt one.
 
     Args:
         name: Name that the user typed.

@@ -113,7 +113,7 @@ def svdpp(
     ] = False,
     help: Annotated[bool, help_option()] = False,
 ) -> None:
-    """Handle the options of the program itself."""
+    """Handle the options of `svdpp` itself, such as `--version`; a command follows them."""
 
 
 def _stub() -> None:
@@ -125,7 +125,7 @@ for _name, _summary in COMMANDS.items():
 
 
 def load_command(name: str) -> TyperCommand:
-    """Import the module of a command and return the command.
+    """Import the module of one of svdpp's commands, and return the Typer command.
 
     Args:
         name: One of `COMMANDS`.

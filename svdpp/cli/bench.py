@@ -152,7 +152,7 @@ def _compare(console: Console, a: Path, b: Path) -> None:
 
 
 def format_range(low: float, high: float) -> str:
-    """Return a range of ratios, such as `0.97..1.05`: short enough for a table of 80 columns.
+    """Return a range of ratios as text, such as `0.97..1.05`: short enough for 80 columns.
 
     Args:
         low: Lower end, above 0.
@@ -177,7 +177,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return the override, such as `--workload.frames`, for each field that errors may name."""
+    """Return `bench`'s override, such as `--workload.frames`, for each field that errors name."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
@@ -221,7 +221,7 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
 
 
 def show_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Print the metrics of each case, speed-ups, limits, and whether bits agree.
+    """Print a benchmark's metrics of each case, speed-ups, limits, and whether bits agree.
 
     Args:
         console: Console of the command.

@@ -17,7 +17,7 @@ def print_clips(
     made: Sequence[dict[str, Any]],
     failed: Sequence[dict[str, Any]],
 ) -> None:
-    """Print the result as JSON, or a line for each clip.
+    """Print the result of `svdpp run`: as JSON, or a line for each clip.
 
     Args:
         console: Console of the command.
@@ -39,7 +39,7 @@ def print_clips(
 
 
 def raise_failed(failed: Sequence[dict[str, Any]], num_clips: int) -> None:
-    """Raise the error with the highest exit code, if clips have failed.
+    """Raise the error with the highest exit code of a run's failed clips, if any failed.
 
     Args:
         failed: Entries as for `print_clips`.

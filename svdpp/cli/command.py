@@ -66,7 +66,7 @@ class CommonOptions:
 
 
 def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
-    """Return arguments of `typer.Typer.command` for a command with these examples.
+    """Return the arguments of `typer.Typer.command` for a command with examples in its help.
 
     Args:
         examples: Command lines for the end of the help, each of which works.
@@ -104,7 +104,8 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
         name: hint for name, hint in hints.items() if is_dataclass(hint) and hint is not World
     }
     options = sorted(
-        (option for group in groups.values() for option in _option_parameters(group)), key=_position
+        (option for group in groups.values() for option in _option_parameters(group)),
+        key=_panel_index,
     )
 
     def call(context: typer.Context, **values: Any) -> None:
@@ -135,7 +136,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
     """Return the option, as the user typed it, for each field that errors may name."""
-    typed = {name: as_typed for names, as_typed in _typed_options(context) for name in names}
+    typed = {name: as_typed for names, as_typed in _given_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
 
@@ -149,7 +150,7 @@ def typed_options(context: typer.Context) -> dict[str, str]:
     Returns:
         Typed names, such as `--world` for `--gpus`, by the name of the parameter.
     """
-    by_name = {name: typed for names, typed in _typed_options(context) for name in names}
+    by_name = {name: typed for names, typed in _given_options(context) for name in names}
     return {
         str(one.name): by_name[one.opts[0]]
         for one in context.command.params
@@ -168,7 +169,7 @@ def show_all_options(command: Any) -> None:
 
 
 def _option_parameters(group: Any) -> list[inspect.Parameter]:
-    """Return the options and arguments of `group` as keyword parameters."""
+    """Return the options and arguments of an option group as a function's keyword parameters."""
     hints = get_type_hints(group, include_extras=True)
     keyword_only = inspect.Parameter.KEYWORD_ONLY
     parameters = []
@@ -186,7 +187,7 @@ def _option_parameters(group: Any) -> list[inspect.Parameter]:
     return parameters
 
 
-def _position(parameter: inspect.Parameter) -> int:
+def _panel_index(parameter: inspect.Parameter) -> int:
     """Return the index of a parameter's panel in the help; -1 for arguments, which come first."""
     panel = get_args(parameter.annotation)[1].rich_help_panel
     return PANELS.index(panel) if panel in PANELS else -1
@@ -201,8 +202,8 @@ def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
     return group(**given)
 
 
-def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
-    """Return (all names, typed name) of each option on the command line."""
+def _given_options(context: typer.Context) -> list[tuple[list[str], str]]:
+    """Return (all names, typed name) of each option that the user has typed."""
     words = [word.partition("=")[0] for word in context.obj or ()]
     found = []
     for one in context.command.params:
@@ -215,7 +216,7 @@ def _typed_options(context: typer.Context) -> list[tuple[list[str], str]]:
 
 
 def _available_options(context: typer.Context) -> set[str]:
-    """Return the names of the options that hints may propose.
+    """Return the names of a command's options that hints of errors may propose.
 
     Options for the number of ranks are left out if a launcher decides this number.
     """
@@ -224,7 +225,7 @@ def _available_options(context: typer.Context) -> set[str]:
 
 
 def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Check that no option has an empty value, which often comes from an unset shell variable."""
+    """Raise a `RequestError` if an option is empty, often from an unset shell variable."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
             raise RequestError(
@@ -235,7 +236,7 @@ def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
 
 
 def _unwrap(text: str) -> str:
-    """Return a docstring's paragraphs before the first section, each on a single line."""
+    """Return a command's help: its docstring before the first section, each paragraph on a line."""
     prose = re.split(r"\n\n(?:Args|Raises):\n", inspect.cleandoc(text))[0]
     paragraphs = prose.split("\n\n")
     return "\n\n".join(paragraph.replace("\n", " ") for paragraph in paragraphs)

@@ -97,7 +97,7 @@ class Console:
         self.err = _Stderr(stderr=True, highlight=False, soft_wrap=True)
 
     def result(self, text: str | Text | Table = "") -> None:
-        """Print a line or table of the result, unless `--json` is given.
+        """Print a line or table of a command's result, unless `--json` is given.
 
         Args:
             text: Text that is shown as it is, with paths as the user typed them.
@@ -107,7 +107,7 @@ class Console:
             self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Print a paragraph of the result, folded on a terminal.
+        """Print a paragraph of a command's result, folded on a terminal, unless `--json` is given.
 
         Args:
             text: Paragraph of any length.
@@ -134,7 +134,7 @@ class Console:
             self.out.on_broken_pipe()
 
     def report(self, value: Mapping[str, Any]) -> None:
-        """Print the whole result: as JSON with `--json`, else as lines and tables.
+        """Print a command's whole result: as JSON with `--json`, else as lines and tables.
 
         Args:
             value: Values by name. A name ends with the unit of its value, such as `_seconds`.
@@ -143,7 +143,7 @@ class Console:
         self.show(value)
 
     def show(self, value: Mapping[str, Any]) -> None:
-        """Print a part of the result as lines and tables, unless `--json` is given.
+        """Print a part of a command's result as lines and tables, unless `--json` is given.
 
         Args:
             value: Values by name, as for `report`.
@@ -171,7 +171,7 @@ class Console:
         self.table(shown, num_rows=len(rows))
 
     def info(self, *texts: str) -> None:
-        """Print remarks. On a terminal they are folded, unless they contain a command.
+        """Print remarks to stderr. On a terminal they are folded, unless they contain a command.
 
         Args:
             texts: Remarks; empty ones are skipped.
@@ -181,7 +181,7 @@ class Console:
             self.err.print(_sanitize(text), markup=False, soft_wrap=not folds)
 
     def table(self, rows: Sequence[Mapping[str, str]], num_rows: int | None = None) -> None:
-        """Print the first `MAX_ROWS` rows of a table; columns of numbers are aligned to the right.
+        """Print the first `MAX_ROWS` rows of a table of the result, unless `--json` is given.
 
         Args:
             rows: Cells of each row by column; all rows have the same columns.
@@ -204,7 +204,7 @@ class Console:
             self.result(f"... and {num_rows - MAX_ROWS} more")
 
     def grid(self, spans: Sequence[Span], world_size: int) -> None:
-        """Print a picture of the ranks' work over time, as wide as the terminal.
+        """Print a picture of the ranks' work over time, unless `--json` is given.
 
         Args:
             spans: Work of all ranks.
@@ -250,7 +250,7 @@ class Console:
             self.json({"schema_version": 1, "error": record})
 
     def hint(self, text: str) -> str:
-        """Return a hint without proposals that name options which the command lacks.
+        """Return an error's hint without proposals that name options which the command lacks.
 
         Args:
             text: Proposals, separated by commas, semicolons or "or".
@@ -259,7 +259,7 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Set the names that errors use for fields; hints then propose only these names.
+        """Set the names of configuration fields in a command's errors; hints propose only them.
 
         Args:
             names: Names that the user knows, by the fields that errors name.
@@ -286,7 +286,7 @@ class Console:
 
 
 def _json_pieces(value: Any) -> Iterator[str]:
-    """Yield indented and redacted JSON in pieces, to save memory.
+    """Yield a command's result as indented and redacted JSON, in pieces to save memory.
 
     Each element of a list with more than `MAX_ROWS` elements, such as clips, is a piece.
     """
@@ -342,7 +342,7 @@ def _label(name: str) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a value of the JSON as text, with the unit that the key `name` ends with."""
+    """Return a value of the JSON as text for a table, with the unit that its key ends with."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, list | tuple):

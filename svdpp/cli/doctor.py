@@ -26,7 +26,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(WithoutAppearance, WithoutLayout):
-    """Options of the run that is checked: model, size, devices and folder."""
+    """Options of `svdpp doctor` on the run to check: model, size, devices and folder."""
 
     model: ModelName = DEMO_MODEL
     out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")
@@ -59,7 +59,7 @@ def doctor(
     The last check makes a clip of the demo model with one step on each rank, and compares it with
     diffusers. Nothing is downloaded. The exit code is that of the first check that fails.
     """
-    config = _examined(launched, options)
+    config = _config_to_check(launched, options)
     console.info("importing PyTorch and diffusers, then running the checks one by one")
     from svdpp.diagnostics.machine import run_checks
 
@@ -92,8 +92,8 @@ def doctor(
         console.info(f"svdpp run has another default model: svdpp doctor --model {DEFAULT_MODEL}")
 
 
-def _examined(launched: World | None, options: PipelineOptions) -> PipelineConfig:
-    """Return the configuration of a run with these options and one step for each rank."""
+def _config_to_check(launched: World | None, options: PipelineOptions) -> PipelineConfig:
+    """Return the configuration of the run that `doctor` checks, with one step for each rank."""
     # The checks download nothing, and have shorter timeouts than a run.
     options = replace(options, local_files_only=True, timeout=120.0, start_timeout=120.0)
     readable, from_image = options, True

@@ -26,7 +26,7 @@ def show_plan(
     *,
     assumes_costs: bool,
 ) -> None:
-    """Check a run, and print what it would make and when.
+    """Check the run of `svdpp run --dry-run`, and print what it would make and when.
 
     Args:
         console: Console of the command.
@@ -103,7 +103,7 @@ def _clip_row(
 
 
 def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
-    """Forecast when each of the first clips ends, and how long all clips take, in seconds.
+    """Forecast when each of a run's first clips ends, and how long all take, in seconds.
 
     `config.costs` are the costs of a clip with the pipeline's sampling parameters. For a clip of
     another size, the costs are scaled by the number of pixels.

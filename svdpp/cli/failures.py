@@ -36,7 +36,7 @@ _REPORT_SECONDS = 30.0
 
 
 def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) -> int:
-    """Report a command line that Typer rejects.
+    """Print an error about a command line that Typer rejects, and return its exit code.
 
     Args:
         error: Error that Typer raised.
@@ -68,7 +68,7 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
 
 @contextlib.contextmanager
 def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
-    """Report an error or a signal in the `with` block, and exit with its code.
+    """Print an error or a signal that ends the `with` block, and exit with its code.
 
     Args:
         console: Console of the command.
@@ -134,7 +134,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """Exit silently, with the exit code of a signal. The ranks notice and end too.
+    """End this process silently, with the exit code of a signal. The ranks notice and end too.
 
     Args:
         number: Number of the signal.

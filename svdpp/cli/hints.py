@@ -16,7 +16,7 @@ _VERB = re.compile(r"(?:use|check|try|raise|give|name|leave) ")
 
 
 def keep_available(hint: str, options: Collection[str]) -> str:
-    """Return a hint without the proposals that name an option outside of `options`.
+    """Return an error's hint without the proposals that name an option outside of `options`.
 
     Args:
         hint: Proposals, separated by commas, semicolons or "or", such as "use --steps 21, or --gpus

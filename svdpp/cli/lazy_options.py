@@ -19,7 +19,7 @@ _HELP = ("-h", "--help", "--help-all")
 
 
 def show_help(context: typer.Context, wanted: bool) -> None:
-    """Print the help and end the command.
+    """Print the help of a command and end the command, if `--help` was given.
 
     Args:
         context: Context of the command.
@@ -50,7 +50,7 @@ class LazyOptionGroup(TyperGroup):
     """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the given options of the program; see `TyperGroup`.
+        """Parse the options of the program that are given, and skip others; see `TyperGroup`.
 
         Args:
             ctx: Context of the program.
@@ -71,7 +71,7 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the given options of the command; see `TyperCommand`.
+        """Parse the options of a command that are given, and skip others; see `TyperCommand`.
 
         Args:
             ctx: Context of the command.
@@ -91,7 +91,7 @@ class LazyOptionCommand(TyperCommand):
 def _options_to_parse(
     all_params: Sequence[Any], words: list[str], context: typer.Context
 ) -> Iterator[Any]:
-    """Yield all arguments, and the options given by the command line or environment variables."""
+    """Yield a command's arguments, and its options that the user or the environment gives."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
     # Short options can be combined with values and each other, as in -ofile and -vq, so a word

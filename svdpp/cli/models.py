@@ -112,12 +112,12 @@ def _verified_text(verified: Mapping[str, Any]) -> str:
 
 
 def _fold(text: str) -> str:
-    """Break a line of the list into lines of at most 80 characters."""
+    """Break a line of the list of `svdpp models` into lines of at most 80 characters."""
     return textwrap.fill(text, 80, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def describe(family: str) -> dict[str, Any]:
-    """Return a family's pipelines, inputs, schedulers, and parameters with their defaults.
+    """Return a model family's pipelines, inputs, schedulers, and parameters with their defaults.
 
     Args:
         family: One of `SAMPLING_CLASSES`.
@@ -152,7 +152,7 @@ def describe(family: str) -> dict[str, Any]:
 
 
 def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return defaults of common parameters, and defaults and ranges of the family's own."""
+    """Return a family's sampling parameters: their defaults, and ranges of its own ones."""
     return {
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {

@@ -60,7 +60,7 @@ def _seconds(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
-    """Options of the pipeline and of the forecast.
+    """Options of `svdpp plan`: those of the pipeline and of the forecast.
 
     Times that are given as options replace the times of `--costs`.
     """
@@ -148,7 +148,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
     max_sequence_length: int | None = None
 
     def num_clips(self, world_size: int) -> int:
-        """Return the number of clips to plan for.
+        """Return the number of clips of the forecast: `--clips`, or some for each rank.
 
         Args:
             world_size: Number of ranks.
@@ -160,8 +160,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         per_rank = _CLIPS_PER_RANK_TO_COMPARE if self.compare else _CLIPS_PER_RANK
         return self.clips or max(1, min(per_rank * world_size, MAX_CLIPS))
 
-    def limits(self, world_size: int) -> tuple[float, ...]:
-        """Return the memory of each device in GiB; empty without `--device-memory`.
+    def memory_limits(self, world_size: int) -> tuple[float, ...]:
+        """Return the memory of each device in GiB, from `--device-memory`; empty without it.
 
         Args:
             world_size: Number of ranks.
@@ -186,7 +186,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return sizes if len(sizes) == world_size else sizes * world_size
 
     def world_and_per_host(self) -> tuple[int | None, int | None]:
-        """Return the number of ranks, and the number of ranks on each host.
+        """Return the numbers of ranks in all and on each host, from `--gpus` and `--hosts`.
 
         Returns:
             Number of ranks, None if neither `--gpus` nor `--hosts` is given; and number of ranks on
@@ -215,7 +215,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs of `--costs`, changed by the times that are given as options.
+        """Return the costs for a plan: those of `--costs`, with times that options replace.
 
         With `--memory`, the costs also have the estimated memory of each part of the model.
 
@@ -275,7 +275,7 @@ def plan(
     world_size = request.default_world if options.compare else None
     world_size = request.world_size if world_size is None else world_size
     num_clips = options.num_clips(world_size)
-    request = replace(request, num_clips=num_clips, memory_gib=options.limits(world_size))
+    request = replace(request, num_clips=num_clips, memory_gib=options.memory_limits(world_size))
     if options.compare:
         counts = {**request.forecast_arguments, "pairs": request.allows_pairs}
         rows = compare_layouts(**counts)
@@ -328,7 +328,7 @@ def _check_contradictions(context: typer.Context, options: PlanOptions) -> None:
 
 
 def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason: str = "") -> None:
-    """Print the ranks of a layout, a picture of their work, and the forecast.
+    """Print the ranks of a layout, a picture of their work, and the forecast of a plan.
 
     Args:
         console: Console of the command.
@@ -407,7 +407,7 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _layout_json(layout: Layout) -> dict[str, Any]:
-    """Return the properties of a layout for JSON.
+    """Return the layout options and the experts' division, for the JSON of `svdpp plan`.
 
     The fields about experts are left out if the model has only one denoiser.
     """
@@ -442,7 +442,7 @@ def _print_forecasts(
 
 
 def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
-    """Return a remark if a forecast is extrapolated from the first clips; else empty."""
+    """Return a remark if a forecast is extrapolated from the first clips; else an empty text."""
     forecasts = [row.forecast for row in rows if row.forecast is not None]
     computed = min((each.computed_clips for each in forecasts), default=0)
     if all(each.computed_clips == each.clips for each in forecasts):

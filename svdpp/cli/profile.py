@@ -25,7 +25,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions(WithoutAppearance, WithoutLayout, PromptOptions):
-    """Options of the pipeline, number of repeats, and output file of a measurement."""
+    """Options of `svdpp profile`: pipeline, number of repeats, and output file."""
 
     out: Annotated[
         Path,

@@ -64,7 +64,7 @@ _ACTION_LABELS = {Kind.ENCODE: "encoding", Kind.DECODE: "decoding", Kind.FINISH:
 
 
 class Progress(Bars):
-    """Progress display: a context manager, and an observer of a pipeline's events.
+    """Progress display of a command's clips: a context manager, and an observer of events.
 
     Args:
         console: Console of the command.
@@ -126,7 +126,7 @@ class Progress(Bars):
             self.add_task(f"rank {rank}", total=total, state="starting")
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Show an event of a rank.
+        """Show an event of a rank in the progress display.
 
         Args:
             rank: Rank that sent the event.
@@ -161,14 +161,14 @@ class Progress(Bars):
 
     @property
     def summary_line(self) -> str:
-        """Summary line at the end of the command: number of clips, time and rate."""
+        """Summary line of the clips at the end of a command: their number, time and rate."""
         seconds = (self._ended or time.monotonic()) - (self._first_work_at or self._started)
         rate = f", {60 * self.num_done / seconds:.3g} a minute" if self.num_done else ""
         done = pluralize(self.num_done, "clip")
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the summary first, because rich cuts off the last lines on a small terminal."""
+        """Yield the display's summary first, because rich cuts off the last lines."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
@@ -230,7 +230,7 @@ class Progress(Bars):
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """Return the seconds left, forecast from measured costs; None before the first step."""
+        """Return the seconds until all clips are finished, forecast from measured costs."""
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
@@ -251,7 +251,7 @@ class Progress(Bars):
 
 
 class ServerProgress(Progress):
-    """Progress of clips that a server makes. The time left comes from the server.
+    """Progress display of clips that a server makes. The time left comes from the server.
 
     Args:
         console: Console of the command.
@@ -265,11 +265,11 @@ class ServerProgress(Progress):
         super().__init__(console, title, (), labels=labels, num_clips=len(labels), ranks=False)
 
     def begin(self) -> None:
-        """Record that the server has begun a clip."""
+        """Record the time at which the server began its first clip, for the summary line."""
         self._first_work_at = self._first_work_at or time.monotonic()
 
     def set_eta(self, seconds: float | None) -> None:
-        """Set the time until the last clip is finished.
+        """Set the time until the server has finished the last clip, for the progress display.
 
         Args:
             seconds: Forecast of the server in seconds; None: unknown.
@@ -367,16 +367,16 @@ class _LogFile(RotatingFileHandler):
             raise OutputError(text, details={"path": str(path), "errno": error.errno}) from error
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the message of a record, which already contains the traceback."""
+        """Return the message of a log record, which already contains the traceback."""
         return record.getMessage()
 
     def close(self) -> None:
-        """Close the file, even if its buffer cannot be written."""
+        """Close the log file, even if its buffer cannot be written."""
         with contextlib.suppress(OSError):  # closing writes the buffer, and the disk may be full
             super().close()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002
-        """Print a warning the first time that a record cannot be written.
+        """Print a warning the first time that a log record cannot be written.
 
         Args:
             record: Record that is lost.

@@ -52,7 +52,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ServerRunOptions):
-    """Options of the pipeline and of its clips."""
+    """Options of `svdpp run`: those of the pipeline and of its clips."""
 
     # `svdpp run` has no option for `latent_shape`, a setting of the dummy model only: the dummy
     # model makes no video files, so `svdpp run` refuses it.
@@ -82,7 +82,7 @@ class RunOptions(ServerRunOptions):
         return 0 if self.jobs is not None else len(self.reference_paths)
 
     def all_seeds(self) -> list[int]:
-        """Return the seeds of each input's clips.
+        """Return the seeds of each input's clips, from `--seed` or `--seeds`.
 
         Raises:
             RequestError: `--seed` and `--seeds` are given, or the list is wrong.
@@ -90,8 +90,8 @@ class RunOptions(ServerRunOptions):
         require(None in (self.seed, self.seeds), "--seed and --seeds contradict each other")
         return [self.seed or 0] if self.seeds is None else parse_seeds(self.seeds)
 
-    def check_jobs(self) -> None:
-        """Check that `--jobs` is not combined with inputs, prompts or a list of seeds.
+    def check_jobs_option(self) -> None:
+        """Raise a `RequestError` if `--jobs` is combined with inputs, prompts or `--seeds`.
 
         Each line of a jobs file describes one clip, with an input, a prompt and a seed of its own.
 
@@ -228,7 +228,7 @@ class RunCommand:
         options: RunOptions,
         traces: TraceOptions,
     ) -> RunCommand:
-        """Parse options, and make those checks that need neither torch nor the contents of files.
+        """Return the call of `svdpp run`, after checks that need neither torch nor files' contents.
 
         Args:
             console: Console of the command.
@@ -280,13 +280,13 @@ class RunCommand:
         return JobLineReader(self.options.line_defaults(self.sampling), read_job_file(path))
 
     def check(self) -> None:
-        """Check that the options do not contradict each other.
+        """Raise a `RequestError` if the options of `svdpp run` contradict each other.
 
         Raises:
             RequestError: The request cannot succeed.
         """
         options = self.options
-        options.check_jobs()
+        options.check_jobs_option()
         require(not options.is_dummy, "the dummy model makes no video files", "use --model demo")
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
@@ -301,7 +301,7 @@ class RunCommand:
         require(is_given, missing, "svdpp run photo.jpg")
 
     def read_jobs(self) -> tuple[list[RunJob], list[SvdppError]]:
-        """Return the requested clips with their names. Ranks other than rank 0 get an empty list.
+        """Return the clips that a run is asked for, with their names; empty on ranks other than 0.
 
         Returns:
             Jobs, and with `--keep-going` an error for each file or line for which there is no job.
@@ -346,7 +346,7 @@ class RunCommand:
         return jobs, errors
 
     def _raise_line_errors(self, errors: Sequence[SvdppError], num_jobs: int) -> None:
-        """Raise the errors of lines, unless `--keep-going` makes the clips of the valid lines."""
+        """Raise the errors of a jobs file's lines, unless `--keep-going` skips these lines."""
         from svdpp.driver.job_lines import raise_line_errors
 
         reader = self.line_reader
@@ -357,7 +357,7 @@ class RunCommand:
     def check_jobs(
         self, config: PipelineConfig, jobs: Sequence[RunJob], errors: Sequence[SvdppError]
     ) -> tuple[list[RunJob], list[SvdppError]]:
-        """Check the clips against the configs of the model, before any weights are loaded.
+        """Return the clips that the model can make, and errors of the others; loads no weights.
 
         Args:
             config: Configuration of the run.
@@ -397,7 +397,7 @@ class RunCommand:
         return left, errors
 
     def pipeline(self, config: PipelineConfig, jobs: Sequence[RunJob] = ()) -> Pipeline:
-        """Create the pipeline without starting it.
+        """Create the pipeline of a run, without starting its ranks.
 
         Args:
             config: Configuration of the run.
@@ -421,7 +421,7 @@ class RunCommand:
         )
 
     def plan(self, config: PipelineConfig, jobs: Sequence[RunJob]) -> tuple[Pipeline, RunPlan]:
-        """Create the pipeline, and select the clips that the pipeline has to make.
+        """Create the pipeline of a run, and select the clips that it has to make.
 
         Args:
             config: Configuration of the run.
@@ -449,7 +449,7 @@ class RunCommand:
     def execute(
         self, pipeline: Pipeline, clips: RunPlan, input_errors: Sequence[SvdppError]
     ) -> None:
-        """Make the clips and print them.
+        """Make the clips of a run, write its manifest, and print the clips or raise an error.
 
         Args:
             pipeline: Pipeline, which is not started.
@@ -511,7 +511,7 @@ class RunCommand:
     def _run_pipeline(
         self, pipeline: Pipeline, clips: RunPlan, manifest: RunManifest
     ) -> tuple[list[dict[str, Any]], dict[str, OutputError], RunMetrics | None]:
-        """Run the pipeline, and update the manifest during the run.
+        """Make the clips of a run, and update the run's manifest and progress meanwhile.
 
         Returns:
             Metadata of the finished clips, in order; errors of clips whose files were removed

@@ -53,7 +53,7 @@ def _limit(metavar: str, help: str, most: int, **more: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(PipelineOptions, ImageOptions):
-    """Options of the pipeline, and address, data, keys, limits and retention of the service."""
+    """Options of `svdpp serve`: pipeline, address, data, keys, limits and retention."""
 
     host: Annotated[
         str,
@@ -275,7 +275,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
             require(is_valid, wrong, option=name, above=0, value=value)
 
     def all_sizes(self) -> tuple[tuple[int, int], ...]:
-        """Return all sizes as (width, height) in pixels, without duplicates; the default is first.
+        """Return all frame sizes that the server offers, as (width, height); the default is first.
 
         Raises:
             RequestError: `--sizes` is not a list of sizes, or the model cannot make one of them.
@@ -329,7 +329,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
 
 
 def _serve_rank(console: Console, options: ServeOptions, launched: World, log: LogOptions) -> None:
-    """Run a rank other than rank 0. Only rank 0 serves HTTP."""
+    """Run a rank other than rank 0 of `svdpp serve`. Only rank 0 serves HTTP."""
     from svdpp.cli.progress import serve_member
     from svdpp.driver.pipeline import Pipeline
 
@@ -347,7 +347,7 @@ def _serve_rank(console: Console, options: ServeOptions, launched: World, log: L
 def _serve(
     console: Console, options: ServeOptions, launched: World | None, log: LogOptions
 ) -> None:
-    """Check the options, quick checks first, and serve until a signal arrives."""
+    """Check the options of `svdpp serve`, and serve HTTP until a signal arrives."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.serve.auth import check_host

@@ -84,7 +84,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         return None if self.name is None else NameTemplate(self.name, sampling)
 
     def check_server(self, launched: World | None) -> None:
-        """Check that all given options are allowed in a run at a server.
+        """Raise a `RequestError` if a given option is not allowed in a run at a server.
 
         Args:
             launched: World of the launcher that started this process; None: no launcher did.
@@ -187,7 +187,7 @@ class _ServerRun:
         connection: Connection,
         model: ServerModel,
     ) -> _ServerRun:
-        """Read and check the lines of the jobs file.
+        """Read and check the lines of the jobs file, and return the run at the server.
 
         Raises:
             InputError: The file or an image cannot be read.

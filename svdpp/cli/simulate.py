@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOptions):
-    """Options of the pipeline, and of the clips and speed of a rehearsal."""
+    """Options of `svdpp simulate`: pipeline, and number and speed of the clips."""
 
     model: Annotated[
         str,

@@ -63,7 +63,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
-    """Options of the pipeline, and inputs and tolerance of a verification."""
+    """Options of `svdpp verify`: pipeline, inputs and tolerance."""
 
     inputs: Annotated[
         list[str] | None,
@@ -116,7 +116,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
 
     @property
     def tolerance(self) -> Tolerance:
-        """Allowed difference of each element.
+        """Allowed difference of each element from diffusers', from `--atol` and `--rtol`.
 
         Raises:
             RequestError: A tolerance is negative or not finite.
@@ -272,7 +272,7 @@ def _verify_clips(
 
 
 def _show_results(console: Console, proofs: Sequence[ClipVerification]) -> None:
-    """Print all checks of a single clip, or a line for each of several clips.
+    """Print the results of a verification, and raise an error if a clip differs.
 
     Raises:
         SvdppError: A clip differs or could not be verified.

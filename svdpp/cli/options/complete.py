@@ -36,7 +36,7 @@ def models(incomplete: str) -> list[str]:
 
 
 def presets(incomplete: str) -> list[str]:
-    """Return the names of published costs that begin with the typed text.
+    """Return the names of published costs, for `--costs`, that begin with the typed text.
 
     Args:
         incomplete: Text that the user has typed so far.
@@ -45,7 +45,7 @@ def presets(incomplete: str) -> list[str]:
 
 
 def devices(incomplete: str) -> list[str]:
-    """Return the devices whose names begin with the typed text.
+    """Return the values of `--device` that begin with the typed text.
 
     Args:
         incomplete: Text that the user has typed so far.

@@ -45,7 +45,7 @@ ALIASES = {
 def option(
     *names: str, panel: str, metavar: str, help: str, common: bool = False, **more: Any
 ) -> Any:
-    """Return an option with a value, for `Annotated`.
+    """Return Typer's declaration of an option that takes a value, for `Annotated`.
 
     Args:
         names: Names as users type them. Without names, the option has the field's name with dashes.
@@ -61,7 +61,7 @@ def option(
 
 
 def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) -> Any:
-    """Return an option without a value, for `Annotated`.
+    """Return Typer's declaration of an option without a value, for `Annotated`.
 
     Args:
         names: Names as users type them, at least one. From a field's name alone, Typer would also
@@ -75,7 +75,7 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
 
 
 def options_field(options: Mapping[str, Any]) -> Any:
-    """Return a dataclass field for an option group that stands for several options.
+    """Return a dataclass field of an option group; this one field stands for several options.
 
     The value of the field is a mapping of the options that were given.
 
@@ -96,7 +96,7 @@ def collected_options(each: Field[Any]) -> Mapping[str, Any]:
 
 
 def path_option(*names: str, **about: Any) -> Any:
-    """Return an option whose value is a path that is not empty.
+    """Return Typer's declaration of an option whose value is a path that is not empty.
 
     The command itself checks whether the file exists, and can be read or written.
 
@@ -108,7 +108,7 @@ def path_option(*names: str, **about: Any) -> Any:
 
 
 def argument(metavar: str, help: str, **more: Any) -> Any:
-    """Return a positional argument, for `Annotated`.
+    """Return Typer's declaration of a positional argument, for `Annotated`.
 
     Args:
         metavar: Placeholder in the help.
@@ -119,7 +119,7 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 
 def path_argument(metavar: str, help: str) -> Any:
-    """Return a positional argument whose value is a path that is not empty.
+    """Return Typer's declaration of a positional argument: a path that is not empty.
 
     Args:
         metavar: Placeholder in the help.
@@ -129,7 +129,7 @@ def path_argument(metavar: str, help: str) -> Any:
 
 
 def in_range(low: int, high: int | None = None) -> Any:
-    """Return a check of a whole number, for the argument `callback` of an option.
+    """Return a callback for an option that rejects a number which is out of range.
 
     Args:
         low: Smallest number that is allowed.
@@ -161,7 +161,7 @@ def canonical_name(name: str) -> str:
 
 
 def with_aliases(options: list[str]) -> list[str]:
-    """Return the names of an option, with its aliases: `--gpus` and `--world`.
+    """Return the names of an option, followed by its aliases: `--gpus` and `--world`.
 
     Args:
         options: Names of one option, such as `--gpus`.

@@ -80,14 +80,14 @@ def out_option(help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClipOptions:
-    """Option for the number of clips, if images and seeds do not determine it."""
+    """Option `--clips`, the number of clips, if images and seeds do not determine it."""
 
     clips: Annotated[int | None, clips_option("Number of clips.", "2 for each rank")] = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """Options of prompts and further videos, for models that take them."""
+    """Options of a clip's prompts, last image, reference images and further videos."""
 
     prompt: Annotated[
         str | None,
@@ -147,7 +147,7 @@ class PromptOptions:
         *,
         example: str | None = None,
     ) -> list[ClipInput]:
-        """Combine each image with each prompt.
+        """Return the inputs of clips: each image with each prompt, and with the other input files.
 
         With `--prompts same-stem`, each image has only the prompt in the text file beside it.
 
@@ -199,7 +199,7 @@ class PromptOptions:
         return tuple(map(str, self.reference or ()))
 
     def check_prompts(self) -> None:
-        """Check the prompts on the command line, without reading a model or a file.
+        """Raise a `RequestError` if a prompt of the command line is too long or invalid Unicode.
 
         Raises:
             RequestError: A prompt is too long, or is not valid Unicode.
@@ -275,7 +275,7 @@ class PromptOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
-    """Option for the largest size of images."""
+    """Option for the largest number of pixels of an image."""
 
     max_megapixels: Annotated[
         int,
@@ -386,7 +386,7 @@ class OutputOptions:
     ] = False
 
     def policy(self, *, is_restarted: bool, replaces_changed: bool = False) -> OutputPolicy:
-        """Return the policy of the output: folder and format, and treatment of existing files.
+        """Return a run's output policy: folder and format, and treatment of existing files.
 
         Args:
             is_restarted: Whether a launcher restarted the run, which then resumes.
@@ -480,7 +480,7 @@ class TraceOptions:
     ] = None
 
     def check(self) -> None:
-        """Check that the trace can be written, before any work.
+        """Raise an error if the trace file of `--trace` cannot be written, before any work.
 
         Raises:
             RequestError: The trace's name does not end in `.json`.

@@ -38,7 +38,7 @@ PROMPT_FIELDS = ("guidance_scale", "max_sequence_length", "param")
 
 
 def _param_option(name: str, metavar: str = "", *, default: str = "", **more: Any) -> Any:
-    """Return the option of a sampling parameter, as its `Param` describes it."""
+    """Return the command-line option of a sampling parameter, as its `Param` describes it."""
     param = OPTION_PARAMS[name]
     if not default and param.default is not None and name not in PROMPT_FIELDS:
         default = f"{param.default} for SVD"
@@ -228,12 +228,12 @@ class ModelOptions:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the model is the dummy model, which has no weights."""
+        """Whether the model that the options choose is the dummy model, which has no weights."""
         return self.model == DUMMY_MODEL
 
     @property
     def family(self) -> str:
-        """Name of the model's family, such as `wan`.
+        """Family of the model that the options choose, such as `wan`.
 
         To find it, the model's configs are read, and downloaded if necessary.
         """
@@ -241,7 +241,7 @@ class ModelOptions:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """Checkpoint of the model, without weights. Its configs are read only once.
+        """Checkpoint of the model that the options choose, without weights; read only once.
 
         None for models that are known without reading files: the default, the demo, and the dummy.
 
@@ -258,22 +258,22 @@ class ModelOptions:
 
     @property
     def image_use(self) -> InputUse:
-        """Whether clips need, may have, or must not have an image."""
+        """Whether clips of the chosen model need, may have, or must not have an image."""
         return "needed" if self.checkpoint is None else self.checkpoint.image_use
 
     @property
     def needs_image(self) -> bool:
-        """Whether clips of the model need an image."""
+        """Whether clips of the chosen model need an image."""
         return self.image_use == "needed"
 
     @property
     def last_image_use(self) -> InputUse:
-        """Whether clips from an image need, may have, or must not have a last image."""
+        """Whether the chosen model's clips need, may have, or must not have a last image."""
         return "refused" if self.checkpoint is None else self.checkpoint.last_image_use
 
     @property
     def needs_last_image(self) -> bool:
-        """Whether clips of the model need a last image."""
+        """Whether clips of the chosen model need a last image."""
         return self.last_image_use == "needed"
 
     def model_config(self, device: str, family: str | None = None, **more: Any) -> ModelConfig:
@@ -352,7 +352,7 @@ class WithoutAppearance(ModelOptions):
 
 
 def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
-    """Parse the values of `--param NAME=VALUE`.
+    """Parse the values of `--param NAME=VALUE` into numbers by name.
 
     Args:
         texts: Values of the option, one for each time that it is given.
@@ -382,7 +382,7 @@ def parse_params(texts: Iterable[str], family: str) -> dict[str, float]:
 
 
 def parse_seeds(text: str) -> list[int]:
-    """Parse the value of `--seeds`.
+    """Parse the value of `--seeds`, such as `1,3,5-7`, into a list of seeds.
 
     Args:
         text: Value of the option, such as `1,3,5-7`.

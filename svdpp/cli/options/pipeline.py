@@ -78,7 +78,7 @@ def gpus_option(default: str) -> Any:
 
 
 def seconds_option(name: str, help: str) -> Any:
-    """Return an option for a time limit.
+    """Return an option for a time limit in seconds, for a command's option group.
 
     Args:
         name: Name of the option, with its dashes.
@@ -188,14 +188,14 @@ class PipelineOptions(ModelOptions):
 
     @property
     def parallel_fields(self) -> dict[str, Any]:
-        """Fields of `ParallelConfig` that are set, by name; `cfg_parallel_size` may be `auto`."""
+        """Layout options that are given, by field; the size of CFG pairs may be `auto`."""
         given = layout_fields(self.parallel)
         if (size := given.get("cfg_parallel_size", "auto")) != "auto":
             given["cfg_parallel_size"] = int(size)
         return given
 
     def device_name(self, *, any_on_cpu: bool = False) -> str:
-        """Return the device; `auto` depends on the GPUs of this machine and on the model.
+        """Return the device of `--device`; `auto` depends on this machine's GPUs and the model.
 
         Args:
             any_on_cpu: Whether `auto` may choose the CPU for every model, not only for small ones.
