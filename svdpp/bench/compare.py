@@ -58,7 +58,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether the difference of A and B is within noise; None if the noise is unknown."""
+        """Whether a metric's difference of A and B is noise; None if the noise is unknown."""
         if self.must_be_equal or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
@@ -105,7 +105,7 @@ def ratio(
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of two benchmarks A and B."""
+    """Comparison of the metrics of two finished benchmarks, A and B."""
 
     a: str
     """Run id of A."""
@@ -121,7 +121,7 @@ class Comparison:
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether every metric's difference is within noise; None if the noise is unknown."""
+        """Whether all metrics of A and B differ only by noise; None if the noise is unknown."""
         verdicts = [ratio.is_noise for ratio in self.ratios]
         if False in verdicts:
             return False
@@ -131,14 +131,14 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """Result of the comparison in one sentence."""
+        """Result of the comparison of two benchmarks in one sentence."""
         if self.is_equal is None:
             return "unknown: a single round has no spread; use --measure.repeats=3 or more"
         beyond = [ratio.name for ratio in self.ratios if ratio.is_noise is False]
         return f"different: {', '.join(beyond)}" if beyond else "equal: every difference is noise"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the comparison as JSON values."""
+        """Return the comparison of two benchmarks as JSON values."""
         return {
             "schema_version": 1,
             **asdict(self),
@@ -149,7 +149,7 @@ class Comparison:
 
 
 def compare(a: Path, b: Path) -> Comparison:
-    """Compare two finished benchmarks.
+    """Compare the metrics of two finished benchmarks, read from their folders.
 
     Args:
         a: Folder of the results of A, the denominator of the ratios.
@@ -200,7 +200,7 @@ def _read(path: Path) -> Any:
 
 
 def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hardware and versions of the libraries, without svdpp's own version.
+    """Return a benchmark's hardware and versions of libraries, without svdpp's own version.
 
     Versions of svdpp are left out, because a user may want to compare two of them.
     """
@@ -232,14 +232,14 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
 
 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
-    """Return the values of a metric in the rounds of a case; empty if a round lacks it."""
+    """Return a metric's values in the rounds of a benchmark's case; empty if a round lacks it."""
     rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
     values = [metrics.get(name) for metrics in rounds]
     return [] if None in values else values
 
 
 def _baseline(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration's fields on which the time of diffusers for one clip depends.
+    """Return the fields of a benchmark's configuration on which diffusers' time for a clip depends.
 
     Fields that are None are left out, because summaries of earlier versions lack some fields.
     """

@@ -67,7 +67,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """Section on the model and how it is loaded; the fields are options of `svdpp run`."""
+    """Section of a benchmark's configuration on the model; fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
     family: str | None = None
@@ -100,7 +100,7 @@ _Layout: Any = create_model("_Layout", __base__=Section, **_layout_fields())
 
 
 class Ranks(_Layout):  # type: ignore[misc]
-    """Section on the ranks and how they divide the work; the fields are options of `svdpp run`.
+    """Section of a benchmark's configuration on the ranks; fields are options of `svdpp run`.
 
     The default split is `balanced` for a model with two experts.
     """
@@ -144,7 +144,7 @@ _Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
 
 
 class Workload(_Sampled):  # type: ignore[misc]
-    """Section on the clips to be made, with the sampling parameters of their model."""
+    """Section of a benchmark's configuration on the clips to make and their sampling parameters."""
 
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
     """Measured clips of each round, without the warm-up."""
@@ -159,7 +159,7 @@ class Workload(_Sampled):  # type: ignore[misc]
     fit: Fit = "stretch"
 
     def sampling_values(self) -> dict[str, Any]:
-        """Return the sampling parameters by the names of their fields.
+        """Return the sampling parameters of a benchmark's clips by the names of their fields.
 
         None means the model's default.
         """
@@ -169,7 +169,7 @@ class Workload(_Sampled):  # type: ignore[misc]
 
 
 class Measure(Section):
-    """Section on the measurement: number of rounds, warm-up clips, and seeds."""
+    """Section of a benchmark's configuration on the measurement: rounds, warm-up clips, seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
     """Number of warm-up clips in each round, before the measured clips. With several replicas or
@@ -206,7 +206,7 @@ class BenchConfig(Section):
     """Bounds by the name of a metric, such as `tflops: {min: 100}`."""
 
     def with_defaults_from(self, config: PipelineConfig) -> BenchConfig:
-        """Return a copy in which the defaults that depend on machine and model are filled in.
+        """Return a benchmark's configuration with defaults of the machine and model filled in.
 
         Args:
             config: Resolved configuration of the pipeline.
@@ -230,24 +230,24 @@ class BenchConfig(Section):
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of all fields except the experiment's name and the targets."""
+        """SHA-256 of a benchmark's configuration, without the experiment's name and the targets."""
         values = self.model_dump(mode="json", exclude={"experiment", "targets"})
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Return all fields as YAML that `read_config` can read."""
+        """Return all fields of a benchmark's configuration as YAML that `read_config` can read."""
         values = self.model_dump()
         values["model"]["name"] = recorded_name(self.model.name)
         return str(yaml.safe_dump(redact_all(values), sort_keys=False))
 
 
 def shipped() -> list[str]:
-    """Return the names of the configurations that come with svdpp."""
+    """Return the names of the benchmark configurations that come with svdpp."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
-    """Read a configuration and apply the overrides.
+    """Read a benchmark's configuration, and apply the overrides of the command line.
 
     Args:
         name: Path of a YAML file, or the name of a configuration that comes with svdpp.
@@ -281,7 +281,7 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
 
 
 def pipeline_config(bench_config: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """Return the configuration that `svdpp run` would make from the same options.
+    """Return a benchmark's `PipelineConfig`, which `svdpp run` would make from the same options.
 
     Args:
         bench_config: Configuration of the benchmark.
@@ -385,7 +385,7 @@ def _override(content: dict[str, Any], text: str) -> None:
 
 
 def _known(where: str) -> str:
-    """Return a hint for an unknown field: a known field or section with a similar name."""
+    """Return a hint for an unknown field of a benchmark's configuration: a similar known name."""
     names, last = list(BenchConfig.model_fields), where.rpartition(".")[2]
     for section, about in BenchConfig.model_fields.items():
         names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]

@@ -49,7 +49,7 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's metrics and spans to files. They remain if the benchmark fails later.
+        """Append a round's metrics and spans to the benchmark's files, which outlive a failure.
 
         Args:
             done: Measured round.
@@ -69,7 +69,7 @@ class Results:
             file.writelines(json.dumps(record) + "\n" for record in records)
 
     def finish(self) -> dict[str, Any]:
-        """Write summary, table and costs.
+        """Write a finished benchmark's summary, table and costs, and return the summary.
 
         Returns:
             Content of `summary.json`. Its field `limits` says what limits the pipeline, for the
@@ -139,7 +139,7 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 
 
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
-    """Write the metrics as CSV: for each case, a row for each round and a row for all rounds.
+    """Write a benchmark's metrics as CSV: a row for each case and round, and for all rounds.
 
     Args:
         path: Path of the file.

@@ -47,7 +47,7 @@ class Round:
 
 @dataclass
 class Bench:
-    """Benchmark: configuration, cases and measured rounds."""
+    """Benchmark: its configuration, its cases (a pipeline and baselines) and measured rounds."""
 
     bench_config: BenchConfig
     config: PipelineConfig
@@ -66,7 +66,7 @@ class Bench:
         return count_flops(self.config)
 
     def check_targets(self) -> None:
-        """Check that the benchmark will measure every metric that has a target.
+        """Raise a `RequestError` if the benchmark will not measure a metric that has a target.
 
         Raises:
             RequestError: A target's metric will not be measured.
@@ -82,7 +82,7 @@ class Bench:
         )
 
     def rounds_of(self, case: str) -> list[Round]:
-        """Return the measured rounds of one case.
+        """Return the measured rounds of one case of the benchmark.
 
         Args:
             case: Name of the case.
@@ -95,7 +95,7 @@ class Bench:
         keep: Callable[[Round], None],
         open_observer: OpenObserver = no_observer,
     ) -> None:
-        """Measure every case once in each round.
+        """Measure the pipeline and each of its baselines once in each round of the benchmark.
 
         If a baseline runs out of memory, this is recorded in `out_of_memory`, and the benchmark
         goes on without the baseline. Every other error ends the benchmark. Under a launcher, a lack
@@ -174,7 +174,7 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield (round, case) in the order of measurement. Each round begins with a different case.
+    """Yield a benchmark's (round, case) in order. Each round begins with a different case.
 
     Args:
         cases: Names of the cases.
@@ -186,7 +186,7 @@ def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 
 def launched_pipelines(bench_config: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
-    """Yield the pipelines that a rank other than rank 0 joins under a launcher, one after another.
+    """Yield the pipelines of a benchmark that a launched rank other than rank 0 joins, in order.
 
     Between two pipelines, rank 0 may measure diffusers, and the other ranks wait up to a week. If
     rank 0 ends, the launcher ends the other ranks.
@@ -219,14 +219,14 @@ def cases_of(config: PipelineConfig) -> dict[str, PipelineConfig]:
 
 
 def _requests(bench_config: BenchConfig, config: PipelineConfig) -> list[ClipRequest]:
-    """Return requests for all inputs with the first seed, then with the second seed, and so on."""
+    """Return a benchmark's clip requests: all inputs with the first seed, then the second, etc."""
     is_dummy = config.model.is_dummy
     inputs = [ClipInput()] if is_dummy else _inputs(bench_config.workload, config)
     return round_robin(inputs, bench_config.measure.seeds, bench_config.workload.clips)
 
 
 def _inputs(workload: Workload, config: PipelineConfig) -> list[ClipInput]:
-    """Return each combination of an image and a prompt. Clips from text have the image None."""
+    """Return a benchmark's clip inputs: each image (None for clips from text) with each prompt."""
     sampling = config.sampling
     images: Sequence[MediaFile | None] = [None]
     if not isinstance(sampling, PromptedSampling) or sampling.from_image:

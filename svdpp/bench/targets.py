@@ -30,7 +30,7 @@ _Number = Annotated[float, Field(strict=False, allow_inf_nan=False)]
 
 
 class Bound(BaseModel):
-    """Inclusive bounds of one metric."""
+    """Inclusive bounds of one metric of a benchmark: a performance target."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -41,7 +41,7 @@ class Bound(BaseModel):
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
-        """Check that `min` or `max` is given, and that `min` is not above `max`."""
+        """Raise a `ValueError` unless `min` or `max` is given, and `min` is not above `max`."""
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -53,7 +53,7 @@ class Bound(BaseModel):
         return ", ".join(f"{sign} {limit:g}" for sign, limit in limits if limit is not None)
 
     def holds(self, value: float) -> bool:
-        """Whether a value is within the bounds.
+        """Whether a metric's value is within the bounds of its performance target.
 
         Args:
             value: Value, in the unit of the metric.
@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split the name of a target into the case and the metric.
+    """Split the name of a performance target into the case and the metric.
 
     Args:
         name: `METRIC` for a metric of the pipeline, or `CASE.METRIC`, such as
@@ -86,7 +86,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def check_name(name: str) -> None:
-    """Check that a target names a known metric or speed-up.
+    """Raise a `RequestError` if a performance target names no known metric or speed-up.
 
     Args:
         name: Name of the target, as in the configuration.
@@ -105,7 +105,7 @@ def check_name(name: str) -> None:
 def check_measurable(
     names: Collection[str], cases: Collection[str], *, on_gpu: bool, is_peak_known: bool
 ) -> None:
-    """Check before a benchmark that it will measure each metric that has a target.
+    """Raise a `RequestError` if a benchmark will not measure a metric that has a target.
 
     Args:
         names: Valid names of targets.
@@ -130,7 +130,7 @@ def check_measurable(
 
 
 def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[Outcome]:
-    """Return the outcome of each target, in the order of the targets.
+    """Return for each performance target whether the benchmark met it, and the measured value.
 
     Args:
         targets: Bounds by valid names of targets.
@@ -148,7 +148,7 @@ def outcomes(targets: Mapping[str, Bound], summary: Mapping[str, Any]) -> list[O
 
 
 def check_met(found: Sequence[Outcome]) -> None:
-    """Check that every target is met.
+    """Raise a `TargetMissedError` if a performance target is missed.
 
     Args:
         found: Outcomes of all targets.

@@ -29,7 +29,7 @@ _SLOW_BACKEND = "flex"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTrial:
-    """Result of trying one attention backend on a device."""
+    """Result of trying one attention backend on a device: whether it repeats its bits."""
 
     name: str
     is_chosen: bool
@@ -50,7 +50,7 @@ class _TrialSetup:
 
 
 def try_backends(config: PipelineConfig) -> list[BackendTrial]:
-    """Try each attention backend that runs on the first device of a configuration.
+    """Try attention backends on the first device of a configuration: do they repeat their bits?
 
     Two processes compute the attention of the same inputs, several times each.
 
@@ -81,7 +81,7 @@ def try_backends(config: PipelineConfig) -> list[BackendTrial]:
 
 
 def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:
-    """Run the processes. Return, for each of them, hashes or an error by backend and dtype."""
+    """Run both processes of an attention trial; return their hashes or errors."""
     config = setup.config
     found: dict[int, Mapping[str, Any]] = {}
 
@@ -139,7 +139,7 @@ def _try_all(device: str, setup: _TrialSetup) -> dict[str, Any]:
 def _trial_of(
     name: str, setup: _TrialSetup, results: Sequence[Mapping[str, Any]]
 ) -> BackendTrial | None:
-    """Return the trial of a backend; None if it runs in no dtype and is not the chosen one.
+    """Return the trial of an attention backend; None if it runs in no dtype and is not chosen.
 
     Args:
         name: Name of the backend.

@@ -26,7 +26,7 @@ _TraceEvent = dict[str, Any]
 
 
 class TraceFile:
-    """Observer that writes the trace of a run during the run, in constant memory. Not thread-safe.
+    """Observer that writes a run's trace file during the run, in constant memory. Not thread-safe.
 
     The file is created when a rank has finished its first action, and completed by `close`. Time 0
     is the creation of this object, by the monotonic clock.
@@ -49,14 +49,15 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Write the spans that an event completes.
+        """Write the spans that a rank's event completes to the trace file.
 
         Errors of writing are raised later, by `close`.
         """
         if self._error is not None:
             return
         self._unwritten += self._events(rank, event)
-        # Events before the first action, such as names and memory, are kept in memory until then.
+        # Events that come before the first action (a rank's name, its memory) are written together
+        # with that action.
         if self._unwritten and (self._file is not None or isinstance(event, ActionDone)):
             try:
                 self._write()
@@ -64,7 +65,7 @@ class TraceFile:
                 self._error = error
 
     def close(self) -> None:
-        """Complete the file. If no rank finished an action, no file is created.
+        """Complete the trace file. If no rank finished an action, no file is created.
 
         Raises:
             OutputError: The file could not be written, in this or an earlier call.
@@ -119,7 +120,7 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield the events of one rank's side of a transfer: a slice, and one end of an arrow."""
+        """Yield one rank's trace events of a transfer: a slice, and one end of an arrow."""
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         # One track for each link, because transfers on one link never overlap.
@@ -143,7 +144,7 @@ class TraceFile:
     def _slice(
         self, rank: int, track: int, name: str, category: str, start: float, end: float, **args: int
     ) -> _TraceEvent:
-        """Return the trace event of a span: an event with a start and a duration.
+        """Return the trace event of a span, with its start and its duration.
 
         Start and end are rounded before the duration is computed, so that slices nest exactly.
         """
@@ -152,7 +153,7 @@ class TraceFile:
         return _event("X", rank, track, name, cat=category, ts=ts, dur=duration, args=args)
 
     def _microseconds(self, when: float) -> int:
-        """Return a time in whole microseconds.
+        """Return a time for the trace file: whole microseconds since the file's creation.
 
         With fractions, rounding errors could make slices overlap.
         """
@@ -164,6 +165,6 @@ def _event(phase: str, rank: int, track: int, name: str, **fields: Any) -> _Trac
 
 
 def _track(rank: int, track: int, name: str) -> Iterator[_TraceEvent]:
-    """Yield the name of a track, and its position among the tracks of its rank."""
+    """Yield trace events with a track's name and its position among the tracks of its rank."""
     yield _event("M", rank, track, "thread_name", args={"name": name})
     yield _event("M", rank, track, "thread_sort_index", args={"sort_index": track})

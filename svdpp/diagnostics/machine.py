@@ -126,7 +126,7 @@ def _clock_mhz() -> dict[str, float] | None:
 
 
 def cpu_model() -> str:
-    """Return the processor's name."""
+    """Return the name of this machine's CPU."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -186,7 +186,7 @@ def _ffmpeg_version() -> dict[str, Any] | None:
 
 
 def _run_command(*command: str) -> str | None:
-    """Return the output of a command, stripped; None if it fails."""
+    """Return the output of a system command, stripped; None if it fails."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=True
@@ -223,14 +223,14 @@ class Check:
 
 
 class _Skipped(Exception):
-    """Exception for a skipped check, which does not apply or depends on a failed check.
+    """Exception for a check of `doctor` that does not apply or depends on a failed check.
 
     The text of the exception is the reason.
     """
 
 
 def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
-    """Check everything that a run needs, and yield each result.
+    """Run all checks of `svdpp doctor` for a run, and yield the result of each.
 
     Args:
         config: Configuration of a run.
@@ -264,7 +264,7 @@ def _check_devices(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_ffmpeg(config: PipelineConfig, out: Path) -> str:  # noqa: ARG001
-    """Encode a short clip by `write_clip`, which reads the clip back and compares the shape."""
+    """Run the `doctor` check of ffmpeg: encode a short clip, read it back, compare the shape."""
     find_ffmpeg()
     frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), np.uint8)
     frames[:, :, :, 0] = np.arange(_SIDE)
@@ -300,7 +300,7 @@ def _check_model(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_memory(config: PipelineConfig, _: Path) -> str:
-    """Check that the estimated memory of each rank fits in the free memory of its device."""
+    """Run the `doctor` check that each rank's estimated memory fits in its device's free memory."""
     needed = estimate_ranks(*resolve_config(config, weights="none"))
     if config.device == "cuda":
         devices = {f"cuda:{rank}": size for rank, size in enumerate(needed)}
@@ -319,7 +319,7 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_transfers(config: PipelineConfig, _: Path) -> str:
-    """Check the transfers between ranks, by clips of the dummy model with a checksum per packet."""
+    """Run the `doctor` check of transfers between ranks, by the dummy model and checksums."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     dummy = replace(
@@ -339,7 +339,7 @@ def _check_transfers(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
-    """Check that ranks with one step each make a demo clip with the same bits as diffusers."""
+    """Run the `doctor` check that ranks make a demo clip with the same bits as diffusers."""
     sampling = SvdSampling(
         num_inference_steps=_STEPS, height=_SIDE, width=_SIDE, num_frames=_FRAMES
     )
@@ -362,7 +362,7 @@ def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_attention(config: PipelineConfig, _: Path) -> list[Check]:
-    """Return the result of a check for each attention backend that runs on the device."""
+    """Run the `doctor` checks of each attention backend that runs on the device."""
     return [_check_of_backend(found) for found in try_backends(config)]
 
 
@@ -425,7 +425,7 @@ def profile(
     open_observer: OpenObserver,
     prompt: str | None,
 ) -> CostModel:
-    """Measure encode, step, decode and transfer on the devices, with all ranks working at once.
+    """Measure encode, step, decode and transfer for `svdpp profile`, with all ranks at work.
 
     All ranks work, because CPU ranks share cores and memory bandwidth, and a single rank would be
     faster than in a run. Memory is not measured but estimated from the model's configs.
@@ -456,7 +456,7 @@ def profile(
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """Return a configuration with few steps, for the measurement.
+    """Return the configuration that `svdpp profile` measures: it has few steps.
 
     Each rank gets two steps, or more if the family needs more. If there is only one rank and the
     model takes prompts, the rank gets four, so that each of two experts has a step.
@@ -472,7 +472,7 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
 def median_costs(
     config: PipelineConfig, world: World | None, traces: Sequence[Trace], *, source: str
 ) -> CostModel:
-    """Return the median costs of all clips in `traces`.
+    """Return the median costs of a clip's encode, step, decode and transfer in `traces`.
 
     On GPUs and on several hosts, ranks of different speed get separate costs. On a single CPU,
     differences between ranks are noise.

@@ -79,7 +79,7 @@ class RunAnalysis:
 
     @property
     def forecast_error(self) -> float | None:
-        """Relative error of the forecast: 0.1 if the run took a tenth longer than forecast.
+        """Relative error of a run's forecast: 0.1 if the run took a tenth longer than forecast.
 
         The forecast uses the measured costs. None: no forecast exists, or the run has too few
         clips, so that the warm-up in the first clip dominates.
@@ -89,7 +89,7 @@ class RunAnalysis:
         return metrics.makespan / seconds - 1 if seconds and is_long else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the analysis as plain values."""
+        """Return the analysis of a run as plain values."""
         return {
             "headline": self.findings[0].text,
             "findings": [finding._asdict() for finding in self.findings],
@@ -100,7 +100,7 @@ class RunAnalysis:
 
 
 def _find_limits(metrics: RunMetrics) -> list[Finding]:
-    """Return the causes that limit the run, the costliest first.
+    """Return the causes that limit a run's speed, the costliest first.
 
     If no cause is found, return a single finding of the kind `balanced`.
 
@@ -116,7 +116,7 @@ def _find_limits(metrics: RunMetrics) -> list[Finding]:
 
 
 def _busiest(metrics: RunMetrics) -> RankRunMetrics:
-    """Return the rank that works longest. Its waits for images and disks count as work."""
+    """Return the rank of a run that works longest. Its waits for images and disks count as work."""
     return max(metrics.ranks, key=lambda rank: rank.compute + rank.image_wait + rank.writer_wait)
 
 
@@ -153,7 +153,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def _waits(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the causes for which ranks wait. Causes without an effect have 0 seconds."""
+    """Yield the causes for which ranks of a run wait. Causes without an effect have 0 seconds."""
     rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
@@ -180,7 +180,7 @@ def _waits(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> RunAnalysis:
-    """Return the analysis of a run's metrics.
+    """Return the analysis of a run's metrics: what limits it, and a faster layout if known.
 
     Args:
         metrics: Metrics of the finished run.
@@ -235,7 +235,7 @@ def _advise_layout(metrics: RunMetrics, costs: Path, option: str) -> Advice | No
 
 
 def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
-    """Read the report on a run, and its analysis.
+    """Read the report on a run from its manifest, and analyse the run's metrics.
 
     Args:
         path: Path of the run's manifest, or of the run's output folder.

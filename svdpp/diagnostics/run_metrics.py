@@ -105,7 +105,7 @@ class RankRunMetrics:
 
     @property
     def unaccounted(self) -> float:
-        """Seconds of `wall` that are in none of `compute`, `wait`, `transfer` and `idle`.
+        """Seconds of a rank's `wall` that are in none of the parts `compute`, `wait` and so on.
 
         The four parts are measured independently, so the value shows the error of measurement.
         """
@@ -153,18 +153,18 @@ class RunMetrics:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the run."""
         return len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the metrics as plain values, with the costs as in a costs file."""
+        """Return the metrics of a run as plain values, with the costs as in a costs file."""
         return {**rounded(asdict(self)), "costs": rounded(self.costs and self.costs.to_json())}
 
 
 def collect_run_metrics(
     trace: Trace, config: PipelineConfig, schedule: Schedule | None = None
 ) -> RunMetrics | None:
-    """Return the metrics of the clips in a trace.
+    """Return the metrics of a run, from the trace of its clips.
 
     Args:
         trace: Measurements of the run.
@@ -203,7 +203,7 @@ def collect_run_metrics(
 
 
 def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
-    """Return the metrics of the clips that a pipeline has made.
+    """Return the metrics of the run of a pipeline that has ended.
 
     If no clip has failed, the metrics include a forecast of the makespan.
 
@@ -340,7 +340,7 @@ def average_costs(
     per_rank: bool = True,
     **fields: Any,
 ) -> CostModel:
-    """Return the average costs of all clips in `traces`.
+    """Return the average costs of a clip's encode, step, decode and transfer in `traces`.
 
     Args:
         config: Configuration of the traced run.
@@ -393,7 +393,7 @@ _RUN_METRICS = TypeAdapter(RunMetrics)
 
 
 def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | None:
-    """Return the metrics in a run's manifest.
+    """Return the run's metrics that its manifest (`run.json`) has; None if it has none.
 
     Args:
         manifest: Content of a `run.json`.

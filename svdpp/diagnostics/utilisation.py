@@ -104,7 +104,7 @@ class Speed:
 def speed_of_rank(
     metrics: RunMetrics, rank: RankRunMetrics, flops: PartFlops, peak: float | None
 ) -> Speed:
-    """Return the speed of a rank while it computes: its waits do not count.
+    """Return TFLOP/s and utilisation of a rank while it computes: its waits do not count.
 
     Args:
         metrics: Metrics of the run.
@@ -116,7 +116,7 @@ def speed_of_rank(
 
 
 def speed_of_run(metrics: RunMetrics, flops: PartFlops, peaks: Iterable[float | None]) -> Speed:
-    """Return the mean speed of the ranks over the whole makespan: waits count, too.
+    """Return mean TFLOP/s and utilisation of a run's ranks over the makespan: waits count.
 
     The utilisation is the model FLOPs utilisation (MFU) of Chowdhery et al., PaLM, 2022
     (arXiv:2204.02311, appendix B): FLOPs / (seconds * sum of the devices' peaks).
@@ -158,7 +158,7 @@ def peaks_of(metrics: RunMetrics, dtype: str, override: float | None) -> list[fl
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """Speeds of a run and of its ranks, as far as they are known."""
+    """TFLOP/s and utilisation of a run and of each of its ranks, as far as they are known."""
 
     run: Speed | None = None
     """Mean over all ranks, with waits; None if the FLOPs are unknown."""
@@ -168,12 +168,12 @@ class Speeds:
     """Reason why FLOPs or peaks are unknown; empty if they are known, or the ranks are on CPUs."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the speeds as plain values."""
+        """Return TFLOP/s and utilisation of a run and its ranks as plain values."""
         return asdict(self)
 
 
 def speeds_of(metrics: RunMetrics, peak_override: float | None = None) -> Speeds:
-    """Return the speeds of a finished run.
+    """Return TFLOP/s and utilisation of a finished run and of its ranks.
 
     This counts the FLOPs of the model's calls, which takes seconds. The model's configs must still
     be on this machine; nothing is downloaded.
