@@ -29,7 +29,7 @@ _MODEL = Path(svdpp.__file__).parent / "assets" / "demo-model"
 
 
 def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
-    """Animate each image with each seed, with the demo model's default settings."""
+    """Animate each image with each seed by accelerate and diffusers: the script to compare with."""
     import torch
     from accelerate import PartialState
     from diffusers import StableVideoDiffusionPipeline
@@ -57,7 +57,7 @@ def accelerate_script(out: Path, num_seeds: int, images: list[str]) -> None:
 
 
 def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[str]]:
-    """Return the commands to compare. The keys are the names of their output folders.
+    """Return the commands to compare, `svdpp run` and the plain script, by output folder.
 
     torchrun starts the plain script, because accelerate starts only one process on the CPU if MPI
     is not installed.

@@ -47,7 +47,7 @@ sys.setprofile(note)
 
 
 def _functions() -> Iterator[tuple[int, str]]:
-    """Yield the number of lines of each function, and the function's location."""
+    """Yield the number of lines of each function of svdpp, and the function's location."""
     for path in _PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -60,7 +60,7 @@ _WARM_CLIPS = 6
 
 
 class Counted(psycopg.Connection[Any]):
-    """Connection of psycopg that counts statements. `number` is the count of all connections."""
+    """Connection of psycopg that counts SQL statements. `number` is the sum of all connections."""
 
     number = 0
 
@@ -123,7 +123,7 @@ class Simulation:
 
 
 def _server(queue: JobQueue) -> JobQueue:
-    """Return a queue for one more simulated server, with the connections of `queue`."""
+    """Return a job queue for one more simulated server, with the connections of `queue`."""
     other = copy.copy(queue)
     other.server = secrets.token_hex(8)
     other._claims, other._incompatible = set(), other._incompatible.copy()
@@ -134,7 +134,7 @@ def _server(queue: JobQueue) -> JobQueue:
 def _fleet_queues(
     number: int, queued: int, connections: int
 ) -> Iterator[tuple[str, list[JobQueue]]]:
-    """Create a database with `queued` jobs; yield its URL and `number` queues connected to it."""
+    """Create a database with `queued` jobs; yield its URL and `number` job queues that use it."""
     with postgres_server(fsync=True, connections=connections) as server, ExitStack() as opened:
         folder = Path(opened.enter_context(tempfile.TemporaryDirectory())) / "data"
         open_one = partial(JobQueue, folder, url=server.url)
@@ -203,7 +203,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
 
 
 def _size(queue: JobQueue) -> list[int]:
-    """Return the bytes of WAL written so far, and the current bytes of tables and indexes."""
+    """Return a database's bytes of WAL so far, and bytes of its job table with indexes."""
     query = "SELECT pg_current_wal_lsn() - '0/0', pg_total_relation_size('jobs')"
     return [int(each) for each in queue.backend.fetch_all(query)[0]]
 
@@ -245,7 +245,7 @@ def _run_servers(asked: argparse.Namespace) -> None:
 
 
 def _statements(database: Postgres, seconds: float) -> int:
-    """Return the number of statements that the database executes within `seconds`."""
+    """Return the number of SQL statements that the database executes within `seconds`."""
     for value in ("all", "none"):
         database.execute(f"ALTER SYSTEM SET log_statement = '{value}'")
         database.execute("SELECT pg_reload_conf()")
@@ -255,7 +255,7 @@ def _statements(database: Postgres, seconds: float) -> int:
 
 
 def _rate(queue: JobQueue, servers: int, seconds: float) -> float:
-    """Return the clips per second after a warm-up.
+    """Return the clips that all servers complete per second, after a warm-up.
 
     The measured time starts and ends when a clip is completed. It lasts at least `seconds`.
     """

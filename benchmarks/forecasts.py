@@ -68,13 +68,13 @@ class Run(NamedTuple):
     layout: Layout
 
     def over_forecast(self, costs: CostModel) -> float:
-        """Return the measured makespan of the run, divided by that of a forecast with `costs`."""
+        """Return the measured makespan of a run, divided by that of a forecast with `costs`."""
         spans = simulate_schedule(self.layout.schedule(self.times.clips), costs)
         return self.times.makespan / summarise(spans, self.layout.world_size).makespan
 
 
 def measure(pipeline: Pipeline, num_clips: int) -> Run:
-    """Make clips on a pipeline that is already running, and measure only these clips."""
+    """Make clips on a pipeline that is already running, and return measurements of these clips."""
     config = pipeline.config
     first = 1 + max((span.clip for span in pipeline.trace.spans), default=-1)
     trace = Trace(config.world_size, first_clip=first)
@@ -86,7 +86,7 @@ def measure(pipeline: Pipeline, num_clips: int) -> Run:
 
 
 def seconds_of(spans: list[Span], *kinds: Kind) -> float:
-    """Return the seconds from the first start to the last end of the actions of `kinds`."""
+    """Return the seconds from the first start to the last end of the actions of some kinds."""
     chosen = [span for span in spans if span.action.kind in kinds]
     return max(span.end for span in chosen) - min(span.start for span in chosen)
 
@@ -113,7 +113,7 @@ def _sleeping(
 
 
 def splits() -> None:
-    """Compare runs of several splits with forecasts.
+    """Compare measured runs of several splits with their forecasts.
 
     The ranks sleep instead of computing. The forecast uses the times for which they sleep, so it
     does not depend on any measurement.
@@ -156,7 +156,7 @@ def one_by_one() -> None:
 
 
 def demo() -> None:
-    """Compare runs of the demo model with forecasts.
+    """Compare measured runs of the demo model with their forecasts.
 
     Each run is compared with two forecasts: by the costs measured in the run itself, and by the
     costs measured in the run before. The difference shows how the machine's speed drifts.
@@ -189,7 +189,7 @@ def pairs() -> None:
 
 
 def decode() -> None:
-    """Measure the decode of a clip in eight chunks, shared by four ranks or by a CFG pair."""
+    """Compare the decode of a clip in eight chunks by four ranks or a CFG pair with one rank's."""
     sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
     costs = CostModel(step_seconds=STEP, decode_seconds=8.0)
     config = partial(_sleeping, sampling, costs, frames=8)
@@ -217,7 +217,7 @@ def decode() -> None:
 
 
 def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
-    """Measure one clip on ranks that compute with one thread each, in several rounds.
+    """Measure a CFG pair against a single rank and two ranks, which compute with one thread each.
 
     A CFG pair keeps two cores busy. On most machines this makes both cores slower, because they
     share memory, caches and clock. So the pair is compared with a rank that works alone, and with
@@ -263,7 +263,7 @@ def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
 
 
 def wan() -> None:
-    """Measure a small Wan for text-to-video.
+    """Measure a CFG pair on a small Wan for text-to-video.
 
     Most of its time is spent in steps, as with published weights.
     """
@@ -271,7 +271,7 @@ def wan() -> None:
 
 
 def wan_modular() -> None:
-    """Measure the small Wan of `wan` as a modular pipeline of diffusers."""
+    """Measure a CFG pair on the small Wan of `wan` as a modular pipeline of diffusers."""
     _small_wan(WanModularSampling())
 
 
@@ -293,7 +293,7 @@ def _small_wan(sampling: SamplingConfig) -> None:
 
 
 def wan_tiles() -> None:
-    """Measure a small Wan with a long decode; each rank of a CFG pair decodes half of the tiles."""
+    """Measure a CFG pair on a small Wan with a long decode; each rank decodes half of the tiles."""
     from tests.support.tiny_families import save_tiny_wan
 
     with tempfile.TemporaryDirectory() as folder:
@@ -305,7 +305,7 @@ def wan_tiles() -> None:
 
 
 def svd() -> None:
-    """Measure the demo model, whose batch of two is divided between the ranks of a CFG pair."""
+    """Measure a CFG pair on the demo model; each rank of the pair gets half of a batch of two."""
     sampling = SvdSampling(num_inference_steps=12, height=256, width=256, num_frames=8)
     compute(ModelConfig(name="demo"), sampling)
 

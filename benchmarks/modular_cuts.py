@@ -57,7 +57,7 @@ class Seconds(NamedTuple):
 
 
 def measure(tiny_model: TinyModel, packet: Tensors, start: int, end: int) -> Seconds:
-    """Run a range of steps, and divide its processor time.
+    """Run a range of a modular pipeline's steps; return the CPU time before, in and after it.
 
     Args:
         tiny_model: Model and clip.
@@ -82,7 +82,7 @@ def measure(tiny_model: TinyModel, packet: Tensors, start: int, end: int) -> Sec
 
 
 def measure_family(family: str) -> None:
-    """Print a line for each of several ranges of steps of a family's clip."""
+    """Measure several ranges of steps of a family's clip, and print a line for each."""
     denoiser, changes = _SETTINGS[family]
     case = CASES[FIRST[family]]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def measure_family(family: str) -> None:
 
 
 def main() -> None:
-    """Measure the family that the command line names, or all of them."""
+    """Measure ranges of steps of the modular family that is named, or of all of them."""
     parser = parser_of(__doc__)
     parser.add_argument("family", nargs="?", choices=_SETTINGS)
     torch.set_num_threads(1)

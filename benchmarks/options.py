@@ -6,13 +6,13 @@ import argparse
 
 
 def parser_of(about: str | None) -> argparse.ArgumentParser:
-    """Return an argument parser whose help shows `about` with its line breaks."""
+    """Return an argument parser for a script; its help shows `about` with its line breaks."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=about, formatter_class=raw)
 
 
 def options(about: str | None, **defaults: float) -> argparse.Namespace:
-    """Parse the command line. `defaults` are the options and their default values.
+    """Parse the command line of a script. `defaults` are the options and their default values.
 
     Each option has the type of its default value.
     """

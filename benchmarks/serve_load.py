@@ -34,7 +34,7 @@ _SUBMITTERS = 8
 
 @dataclass
 class Load:
-    """Clients of one benchmark run, in one event loop."""
+    """Clients that request, poll or follow clips of a server, in one event loop."""
 
     client: httpx.AsyncClient
     num_jobs: int
@@ -97,7 +97,7 @@ class Load:
 
 
 async def load(url: str, asked: argparse.Namespace) -> Load:
-    """Run all clients at the same time until all jobs have ended; return the clients."""
+    """Run all clients of a server at the same time until all clips have ended; return them."""
     limits = httpx.Limits(max_connections=2 * asked.clients)
     async with httpx.AsyncClient(base_url=url, timeout=60.0, limits=limits) as client:
         state = Load(client, asked.jobs, asked.interval, list(range(asked.jobs)))

@@ -46,7 +46,7 @@ _HEAD = (
 
 
 def main() -> int:
-    """Write or check the three pages; return the exit code."""
+    """Write the three generated pages of the docs, or check them; return the exit code."""
     parser = argparse.ArgumentParser(description="Write pages from the commands and the specs.")
     parser.add_argument("--check", action="store_true", help="compare only; 1 where one is stale")
     pages = _pages()
@@ -69,7 +69,7 @@ def _pages() -> dict[Path, str]:
 
 
 def _differs(page: Path, wanted: str) -> bool:
-    """Return whether a page differs from `wanted`, and print the differences."""
+    """Return whether a page of the docs differs from `wanted`, and print the differences."""
     found = page.read_text(encoding="utf-8") if page.exists() else ""
     if found == wanted:
         print(f"docs/{page.name} is up to date")
@@ -82,7 +82,7 @@ def _differs(page: Path, wanted: str) -> bool:
 
 
 def families() -> str:
-    """Return the table of families in Markdown."""
+    """Return the table of model families in Markdown."""
     lines = ["| family | models | from | pipelines | schedulers |", "|---|---|---|---|---|"]
     for each in map(describe, SAMPLING_CLASSES):
         pipelines, schedulers = (
@@ -116,7 +116,7 @@ def _first_line(path: Path) -> str:
 
 
 def reference() -> str:
-    """Return the whole page docs/cli.md."""
+    """Return the whole page docs/cli.md: all commands, options and exit codes."""
     root = typer.main.get_command(app)
     blocks = [_HEAD, "# `svdpp`", _escaped(root.help or "")]
     blocks.append("```console\n$ svdpp COMMAND ...\n```")
@@ -129,7 +129,7 @@ def reference() -> str:
 
 
 def _command(command: TyperCommand) -> Iterator[str]:
-    """Yield the blocks of one command's section."""
+    """Yield the Markdown blocks of one command's section: usage, description, options."""
     show_all_options(command)
     yield f"## `svdpp {command.name}`"
     yield _escaped(command.help or "")
@@ -154,7 +154,7 @@ def _list(title: str, members: Iterable[Any]) -> str:
 
 
 def _names(parameter: Any) -> str:
-    """Return the names of an option and the placeholder of its value."""
+    """Return the names of a command's option and the placeholder of its value."""
     if parameter.param_type_name == "argument":
         return str(parameter.metavar)
     names = ", ".join(sorted(with_aliases(parameter.opts), key=lambda name: name[:2] == "--"))
@@ -162,7 +162,7 @@ def _names(parameter: Any) -> str:
 
 
 def _described(parameter: Any) -> str:
-    """Return the help of a parameter with its default and its environment variable."""
+    """Return the help of a command's parameter with its default and its environment variable."""
     shown, default = parameter.show_default, parameter.default
     if not isinstance(shown, str):
         shown = str(default) if shown and default not in (None, False) else ""
@@ -208,7 +208,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 def _error_types(base: type[errors.SvdppError]) -> Iterator[type[errors.SvdppError]]:
-    """Yield `base` and its subclasses in svdpp.errors, in the order of their definition."""
+    """Yield an error class of svdpp.errors and its subclasses, in the order of their definition."""
     yield base
     for error in base.__subclasses__():
         if error.__module__ == errors.__name__:

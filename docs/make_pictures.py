@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
-    """Draw the forecast of the first clips of each layout, in panels with a common time axis."""
+    """Draw timelines of forecasts, of the first clips of each layout, with a common time axis."""
     panels = []
     for layout in layouts:
         rate = 60 / steady_seconds_per_clip(layout)
@@ -66,7 +66,7 @@ def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
 
 
 def rehearse_seven_ranks() -> None:
-    """Draw eight clips on seven ranks, which sleep for a twentieth of the times of an A100."""
+    """Run eight clips on seven ranks, which sleep instead of computing, and draw their timeline."""
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 14, 8, 8), dummy_sleeps=True)
     costs = _A100.scaled(0.05)
     config = PipelineConfig(

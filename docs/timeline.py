@@ -33,7 +33,7 @@ _UNITS = (("seconds", 1.0, 600.0), ("minutes", 60.0, 21_600.0), ("hours", 3600.0
 
 
 class Panel(NamedTuple):
-    """Part of the picture with its own title. All panels share the time axis."""
+    """Part of a timeline picture with its own title. All panels share the time axis."""
 
     title: str
     spans: Sequence[Span]
@@ -41,7 +41,7 @@ class Panel(NamedTuple):
 
 
 def draw_timeline(panels: Sequence[Panel], world_size: int, path: Path) -> None:
-    """Draw a lane for each rank: a colour for each clip, encode dotted, decode hatched, idle grey.
+    """Draw a timeline: a lane for each rank, a colour for each clip, encode dotted, decode hatched.
 
     Args:
         panels: Panels from top to bottom; at least one, each with at least one span.

@@ -31,7 +31,7 @@ class Docstring(NamedTuple):
 
     @property
     def first_word(self) -> str:
-        """First word of the text, without surrounding punctuation."""
+        """First word of the docstring, without surrounding punctuation."""
         words = self.text.split(maxsplit=1)
         return words[0].strip("\"'`*:,.;()") if words else ""
 
@@ -45,7 +45,7 @@ def find_docstrings(path: Path) -> Iterator[Docstring]:
 
 
 def main() -> int:
-    """Print the counts and the bad openings; return the exit code."""
+    """Print counts of docstrings by first word, and the bad ones; return the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

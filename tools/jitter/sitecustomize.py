@@ -1,4 +1,4 @@
-"""Pause threads at random times.
+"""Pause a process's threads at random times, to find races in tests.
 
 Python imports this module at its start if the module's folder is on PYTHONPATH. So the processes
 that tests start pause their threads too. The pauses begin in a profile function, which Python calls
@@ -19,7 +19,7 @@ _MEAN_SECONDS_BETWEEN = 1.0
 
 
 class _Thread(threading.local):
-    """Time of a thread's next pause, and the thread's random generator."""
+    """Time of a thread's next random pause, and the thread's random generator."""
 
     def __init__(self) -> None:
         name = threading.current_thread().name
@@ -28,12 +28,12 @@ class _Thread(threading.local):
 
 
 def seconds_between(chance: random.Random) -> float:
-    """Return a random number of seconds until the next pause."""
+    """Return a random number of seconds until a thread's next pause."""
     return chance.expovariate(1 / _MEAN_SECONDS_BETWEEN)
 
 
 def seconds_of_pause(chance: random.Random) -> float:
-    """Return the random length of a pause in seconds."""
+    """Return the random length of a thread's pause in seconds."""
     return chance.uniform(0.05, 0.5)
 
 
@@ -41,7 +41,7 @@ _own = _Thread()
 
 
 def pause(_frame: FrameType, _event: str, _argument: Any) -> None:
-    """Pause the calling thread if its next pause is due."""
+    """Pause the calling thread if its next random pause is due."""
     if time.monotonic() >= _own.next_pause:
         _own.next_pause = float("inf")  # the profiled calls below must not pause too
         time.sleep(seconds_of_pause(_own.chance))

@@ -65,17 +65,17 @@ _FAULTY: tuple[dict[str, Any], ...] = (
 
 
 class Problems(list[str]):
-    """List of detected problems, each in words."""
+    """List of problems that the soak test of batches has detected, each in words."""
 
     def check(self, is_right: bool, text: str) -> None:
-        """Print and add the problem `text` if `is_right` is false."""
+        """Print the problem `text`, and add it to the list, if `is_right` is false."""
         if not is_right:
             print(f"WRONG: {text}", file=sys.stderr, flush=True)
             self.append(text)
 
 
 def main() -> int:
-    """Run the soak; return its exit code."""
+    """Run the soak test of batches; return its exit code."""
     asked = options(__doc__, jobs=200, faults=20, kills=2, seed=0)
     folder = Path(tempfile.mkdtemp(prefix="soak-batch-"))
     found = soak(folder, asked.jobs, asked.faults, asked.kills, random.Random(asked.seed))
@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random) -> dict[str, Any]:
-    """Run the soak in `folder`, and return its summary."""
+    """Run the soak test of batches in `folder`, and return its summary."""
     begun, wrong = time.monotonic(), Problems()
     model = save_tiny("wan", folder / "model", image=True, expand_timesteps=True)
     (folder / "loras").mkdir()
@@ -160,7 +160,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
 
 
 def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict[str, Any]]:
-    """Yield the fields of `count` random jobs, and save the images that the fields name."""
+    """Yield the fields of `count` random lines of a jobs file, and save the images they name."""
     (folder / "notes.txt").write_text("no image\n")
     for index in range(6):
         image = Image.effect_noise((70 + 20 * index, 80), 60).convert("RGB")
@@ -184,7 +184,7 @@ def make_lines(folder: Path, count: int, chance: random.Random) -> Iterator[dict
 
 
 def _named_lines(text: str) -> set[int]:
-    """Return the line numbers that an error message in JSON names."""
+    """Return the line numbers of a jobs file that an error message in JSON names."""
     error, _ = json.JSONDecoder().raw_decode(text[text.index("{") :])
     error = error.get("error", error)
     return {entry["line"] for entry in error["details"]["errors"]}
@@ -194,7 +194,7 @@ def _named_lines(text: str) -> set[int]:
 
 
 def svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command of svdpp, and wait until it has ended."""
+    """Run a command of svdpp, wait until it has ended, and return its exit code and output."""
     process = start(arguments, folder, capture=True)
     out, err = process.communicate()
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
@@ -220,7 +220,7 @@ def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subpr
 def run_and_kill(
     command: list[str], folder: Path, made: Path, kills: bool, count: int, chance: random.Random
 ) -> int:
-    """Start a run, and return its exit code. If `kills`, kill it after it has made some clips."""
+    """Start `svdpp run`, and return its exit code. If `kills`, kill it after some clips."""
     process = start(command, folder)
     if kills:
         wait_for_clips(process, made, chance.randint(10, max(10, count // 3)))
@@ -233,14 +233,14 @@ def run_and_kill(
 
 
 def wait_for_clips(process: subprocess.Popen[str], folder: Path, count: int) -> None:
-    """Wait until a running process has written `count` more clips into a folder."""
+    """Wait until a running process has written `count` more clips into a folder, or has ended."""
     before = len(list(folder.glob("*.mp4")))
     while process.poll() is None and len(list(folder.glob("*.mp4"))) < before + count:
         time.sleep(0.1)
 
 
 def metadata(clip: Path) -> dict[str, Any]:
-    """Return the JSON beside a clip."""
+    """Return a clip's metadata: the content of the JSON file beside it."""
     found: dict[str, Any] = json.loads(clip.with_name(f"{clip.name}.json").read_text())
     return found
 
@@ -278,7 +278,7 @@ class Server:
         raise RuntimeError(f"the server ended: {(self._folder / 'log.txt').read_text()[-2000:]}")
 
     def kill(self) -> None:
-        """Kill the server, and start it again."""
+        """Kill the process of `svdpp serve`, and start it again."""
         self._process.kill()
         self._process.wait()
         self._start()

@@ -27,7 +27,7 @@ _BURST = 15
 
 @dataclass
 class Request:
-    """Request for one clip, and what the client has seen of the clip."""
+    """Request for one clip, and what the soak test's client has seen of the clip."""
 
     number: int
     form: dict[str, int]
@@ -50,7 +50,7 @@ class Request:
 
 
 def photos() -> list[bytes]:
-    """Return the file contents of two small images."""
+    """Return the file contents of two small images, for requests of the soak test."""
     found = []
     for seed in range(2):
         file = io.BytesIO()
@@ -61,7 +61,7 @@ def photos() -> list[bytes]:
 
 
 def requests(number: int, chance: random.Random) -> list[Request]:
-    """Return `number` random requests.
+    """Return `number` random requests for clips, for the soak test's clients.
 
     There are few different ones, so that few reference clips have to be made.
     """
@@ -121,7 +121,7 @@ class Clients:
         return self.num_done == len(self._futures)
 
     def close(self) -> None:
-        """Stop all clients, even if their clips have not ended."""
+        """Stop all clients of the soak test, even if their clips have not ended."""
         self._stop.set()
         self._pool.shutdown(cancel_futures=True)
         self._client.close()
@@ -181,7 +181,7 @@ class Clients:
         return answer.json() if answer.status_code == 200 else None
 
     def _see_the_end(self, request: Request) -> None:
-        """Wait for the clip's final state, or cancel the clip before it reaches one."""
+        """Wait for a clip's final state, or cancel the clip before it reaches one; record it."""
         while True:
             try:
                 if request.fate == "cancel":
@@ -200,7 +200,7 @@ class Clients:
                 raise _EndedError
 
     def _stream(self, request: Request) -> None:
-        """Read the clip's events until the stream ends or breaks."""
+        """Read a clip's server-sent events until they end or break; record a final state."""
         with self._client.stream("GET", f"/v1/videos/{request.id}/events") as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
@@ -212,7 +212,7 @@ class Clients:
 
     @staticmethod
     def _note(request: Request, video: dict[str, Any]) -> None:
-        """Record the clip's state if it is final. A second, different final state is a problem."""
+        """Record a clip's final state. A second, different final state is a problem of the test."""
         seen = request.status, request.completed_at
         now = video["status"], video["completed_at"]
         if request.status and seen != now:
@@ -221,4 +221,4 @@ class Clients:
 
 
 class _EndedError(Exception):
-    """The soak test has ended."""
+    """Exception that ends a client's work, because the soak test has ended."""

@@ -52,7 +52,7 @@ class FaultyServer:
         data: Path,
         has_clock: bool = False,
     ) -> None:
-        """Start the server.
+        """Start the server of the soak test.
 
         With `has_clock`, `set_clock` can shift the server's clock. Otherwise the server uses the
         machine's clock.
@@ -114,7 +114,7 @@ class FaultyServer:
         self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the server, and start it again."""
+        """Kill the server's process, and start the server again."""
         self._process.kill()
         self._end("kill the server")
         self._process = self._start()
@@ -146,7 +146,7 @@ class FaultyServer:
         return self.restarts is not None
 
     def kill_a_rank(self) -> None:
-        """Kill a random rank; do nothing if no rank has been started yet."""
+        """Kill a random rank of the server; do nothing if no rank has been started yet."""
         self._signal_a_rank(signal.SIGKILL)
 
     def _signal_a_rank(self, number: int) -> None:
@@ -177,7 +177,7 @@ class FaultyServer:
                 _kill(rank, signal.SIGKILL)
 
     def wait_ready(self) -> bool:
-        """Wait until the ranks are ready, and start the server again if it has ended.
+        """Wait until the server's ranks are ready, and start the server again if it has ended.
 
         Return False if the ranks do not become ready in time.
         """
@@ -200,7 +200,7 @@ class FaultyServer:
         self._process = self._start()
 
     def _end(self, what: str) -> None:
-        """Wait until the server and all processes that it started have ended."""
+        """Wait until the server and its processes have ended; report and kill leftover ones."""
         self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
         while (left := belonging(self._mark, self._folder)) and time.monotonic() < end:
@@ -217,7 +217,7 @@ class FaultyServer:
         return code
 
     def _drained(self) -> int:
-        """Send SIGTERM and return the exit code.
+        """Send the server a SIGTERM, wait for its end, and return the exit code.
 
         Return 0 if the server ended before it had begun to listen.
         """
@@ -259,7 +259,7 @@ def ranks_of(server: int) -> list[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Return the ids of the child processes that have not ended."""
+    """Return the ids of a process's child processes that have not ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [child.pid for child in psutil.Process(pid).children() if command_line(child.pid)]
     return []

@@ -124,7 +124,7 @@ class FaultyServers:
         ]
 
     def fault(self) -> None:
-        """Inject one fault, usually after more than half of the servers are ready again."""
+        """Inject one random fault, usually after more than half of the servers are ready again."""
         if self._chance.random() < _AFTER_START:
             _wait(lambda: 2 * sum(map(self._is_ready, self.servers)) > len(self.servers))
         time.sleep(self._chance.uniform(0.2, 1.8) * _SECONDS_BETWEEN)
@@ -159,7 +159,7 @@ class FaultyServers:
         database.start()
 
     def _jump(self, server: FaultyServer) -> None:
-        """Make a server's clock jump.
+        """Make a server's clock jump by seconds to days, and sometimes correct it after a while.
 
         The clock is corrected later, or at the server's next start.
         """
@@ -169,7 +169,7 @@ class FaultyServers:
             server.set_clock(0)
 
     def _unmount(self) -> None:
-        """Replace the data folder by an empty folder for a while.
+        """Replace the servers' data folder by an empty folder for a while.
 
         Without a database, the queue is a file in the data folder. A server that is starting would
         create a new queue in the empty folder, so all servers must be ready before.
@@ -188,7 +188,7 @@ class FaultyServers:
             time.sleep(self._chance.choice((2.0, 1.5 * _LEASE, 20.0)))
 
     def _make_read_only(self, database: Postgres) -> None:
-        """Make the database read-only for a while.
+        """Make the servers' database read-only for a while.
 
         The setting affects only new sessions, so most of the existing sessions are ended.
         """
@@ -206,7 +206,7 @@ class FaultyServers:
             return queue.page(owner="", limit=10**6)
 
     def wrong_files(self, *temporary: Path) -> list[str]:
-        """Describe files without a job, missing files of jobs, and files in `temporary` folders."""
+        """Describe files without a job, missing files of jobs, and leftover temporary files."""
         jobs = self.jobs()
         expected = (
             {"queue.sqlite3", "lock", RESERVE_FILE} if self._database is None else {"queue.id"}
@@ -238,7 +238,7 @@ def _wait(happens: Callable[[], object], seconds: float = _HANG_SECONDS) -> None
 
 
 def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
-    """Run one soak test in `folder`; return its summary."""
+    """Run the soak test of `svdpp serve` in `folder`; return its summary."""
     chance, begun = random.Random(asked.seed), time.monotonic()
     wanted = requests(asked.jobs, chance)
     with contextlib.ExitStack() as stack:
@@ -412,7 +412,7 @@ def _sampling(steps: int, frames: int) -> SamplingConfig:
 
 
 def main() -> int:
-    """Run the soak test; return the exit code."""
+    """Run the soak test of `svdpp serve`; return the exit code."""
     more = {"clocks": 0, "storage": 0, "database": 0}
     asked = options(__doc__, jobs=300, clients=20, faults=40, servers=1, seed=0, **more)
     folder = Path(tempfile.mkdtemp(prefix="soak-serve-"))

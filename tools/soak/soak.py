@@ -65,7 +65,7 @@ FAULTS = {
 
 @dataclass
 class Tally:
-    """Counters of the soak test."""
+    """Counters of the soak test: runs, faults, hangs, and processes and files that were left."""
 
     lives: int = 0
     faults: Counter[str] = field(default_factory=Counter)
@@ -77,7 +77,7 @@ class Tally:
 
 
 def main() -> int:
-    """Run the soak test; return the exit code."""
+    """Run the soak test of a pipeline until no clip is missing; return the exit code."""
     asked = options(__doc__, clips=200, minutes=30.0, seconds_between=60.0, seed=0)
     chance = random.Random(asked.seed)
     begun, tally = time.monotonic(), Tally()
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def live(folder: Path, clips: int, chance: random.Random, between: float, tally: Tally) -> None:
-    """Start the run, inject one fault, and wait until the run has ended."""
+    """Start the run, inject one fault, wait until the run has ended, and count what it left."""
     tally.lives += 1
     before = set((folder / "done").iterdir())
     environment = {**os.environ, MARK: folder.name, "TMPDIR": str(folder / "tmp")}
@@ -142,7 +142,7 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
 def _disturb(
     worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
 ) -> str:
-    """Wait for a random time, and inject a fault.
+    """Wait for a random time, and kill, stop or signal a rank or the parent; return which.
 
     Return the fault's name, or an empty string if the run ended before the fault.
     """
@@ -197,13 +197,13 @@ def wrong_clips(folder: Path) -> list[int]:
 
 
 def missing(folder: Path, num_clips: int) -> list[int]:
-    """Return the indices of clips that have no result yet."""
+    """Return the indices of the soak test's clips that have no result yet."""
     done = {int(path.stem) for path in (folder / "done").glob("*.json")}
     return [clip for clip in range(num_clips) if clip not in done]
 
 
 def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
-    """Return a request for each of `clips`. It resumes from the clip's latest latent checkpoint."""
+    """Return a request for each clip, which resumes from the clip's latest latent checkpoint."""
     found = []
     for clip in clips:
         key = hashlib.sha256(f"soak {clip}".encode()).hexdigest()
@@ -217,7 +217,7 @@ def _say(**what: object) -> None:
 
 
 def work(folder: Path, num_clips: int) -> None:
-    """Make the clips that have no result yet, and save the result of each."""
+    """Make the soak test's clips that have no result yet, and save the result of each."""
     clips = missing(folder, num_clips)
     todo = requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
