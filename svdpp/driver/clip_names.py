@@ -141,7 +141,7 @@ def _keep_recorded(
 
 
 def _valid(name: str) -> str:
-    """Return a valid file name: without control characters and slashes, cut to `_UNIQUE_BYTES`."""
+    """Return a clip's name without control characters and slashes, cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 
 

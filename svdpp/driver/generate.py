@@ -244,5 +244,5 @@ class _TemporaryFolder:
     """Temporary folder of `generate`, removed with this object or at the end of the process."""
 
     def __init__(self) -> None:
-        self.path = process_lifetime.make_folder("svdpp-clips-")
+        self.path = process_lifetime.make_temp_folder("svdpp-clips-")
         self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)

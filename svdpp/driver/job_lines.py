@@ -129,7 +129,7 @@ class JobLineReader:
 
     @cached_property
     def image_field(self) -> str:
-        """Field of a jobs file for a clip's input: `image`, or `video` for families that edit."""
+        """Jobs file field for a clip's input: `image`, or `video` if the family edits videos."""
         return "video" if self._kind.from_video else "image"
 
     @cached_property

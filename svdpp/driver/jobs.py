@@ -298,11 +298,11 @@ def plan_clips(
                 replaces=is_changed,
             )
         )
-    plan.clips = _ordered(plan.clips, num_first=config.parallel.data_parallel_size)
+    plan.clips = _order_clips(plan.clips, num_first=config.parallel.data_parallel_size)
     return plan
 
 
-def _ordered(clips: Sequence[PlannedClip], *, num_first: int) -> list[PlannedClip]:
+def _order_clips(clips: Sequence[PlannedClip], *, num_first: int) -> list[PlannedClip]:
     """Return the clips in the order in which the ranks make them.
 
     Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. As

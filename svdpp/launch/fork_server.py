@@ -36,7 +36,7 @@ _WAIT_SECONDS = 1.0
 
 
 def start_method(device: str) -> str:
-    """Return the multiprocessing start method for ranks on `device`.
+    """Return the multiprocessing start method for ranks on a device: `forkserver` or `spawn`.
 
     Importing diffusers initialises CUDA, and a process that is forked afterwards cannot use CUDA.
 
@@ -50,7 +50,7 @@ def start_method(device: str) -> str:
 
 
 def start_fork_server(preload: Sequence[str]) -> None:
-    """Start the fork server if it is not running. This does not wait for the server's imports.
+    """Start the fork server of CPU ranks if it is not running, without waiting for its imports.
 
     Args:
         preload: Modules that the server imports; see `modules_for`.
@@ -76,7 +76,7 @@ def _end_server_at_exit() -> None:
 
 
 def modules_for(family: str | None) -> list[str]:
-    """Return the modules that the fork server should import, for `preload` of `start_ranks`.
+    """Return the modules that the fork server should import for a model, for `start_ranks`.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -102,7 +102,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     def end_if_starter_has_ended() -> None:
         if os.getppid() != starter:
             process_lifetime.kill_descendants()
-            _remove(folder)
+            _remove_temp_folder(folder)
             os._exit(0)  # a normal exit would take a second to unload torch
 
     # The kernel also sends the signal if only the thread that started this server has ended. So the
@@ -144,13 +144,16 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
 def _print_unless_reported(
     kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
-    """Print an uncaught exception, except if the system refused a fork: the parent reports that."""
+    """Print an uncaught exception of the fork server, unless the parent reports it.
+
+    The parent reports that the system refused a fork.
+    """
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)
 
 
-def _remove(folder: str) -> None:
-    """Remove a folder, with retries for a second, because killed ranks may still write to it."""
+def _remove_temp_folder(folder: str) -> None:
+    """Remove the server's temporary folder; retry, because killed ranks may still write to it."""
     deadline = time.monotonic() + _WAIT_SECONDS
     while not process_lifetime.remove_temp_folder(folder) and time.monotonic() < deadline:
         pass

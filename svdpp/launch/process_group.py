@@ -30,7 +30,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group: PIPELINE_BACKEND, or the one that suits the devices.
+    """Return the backend of the process group: PIPELINE_BACKEND, or nccl or gloo by device.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
@@ -75,7 +75,7 @@ def device_of_rank(device: str, world: World) -> str:
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Join the process group of ranks on this machine, through a file store.
+    """Join the process group (`torch.distributed`) of ranks on this machine, by a file store.
 
     torch's TCP store is not used, because it would listen on every network interface.
 
@@ -95,7 +95,7 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
 
 
 def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
-    """Return this host's address, and the store through which ranks find each other.
+    """Return this host's address, and the store (`dist.Store`) through which ranks find each other.
 
     The launcher or rank 0 serves the store. The store stays open, because later process groups of
     this process use it too. Only one thread at a time may use the store.
@@ -145,7 +145,7 @@ def _own_store(address: str, port: int, wait: timedelta) -> dist.Store:
 
 
 def join_store(world: World, backend: str, store: dist.Store, token: str) -> None:
-    """Join the process group of the ranks with the same `token`, through a store.
+    """Join the process group of the ranks with the same `token`, through an open store.
 
     The token is the prefix of the run's keys in the store. Each run needs its own token, because a
     launcher keeps the store when it restarts the ranks.
@@ -182,11 +182,11 @@ def _join(world: World, backend: str, store: dist.Store) -> None:
 
 
 def destroy(timeout: float = _LEAVE_SECONDS) -> None:
-    """Leave the process group. Call this only after all packets have been received.
+    """Leave the `torch.distributed` process group of the ranks.
 
-    Two ranks that close their communicators in different orders may wait for each other forever
-    in `ncclCommDestroy` (vllm-project/vllm#39846). So this function waits for at most `timeout`
-    seconds; then it logs a warning and returns.
+    Call this only after all packets have been received. Two ranks that close their communicators in
+    different orders may wait for each other forever in `ncclCommDestroy` (vllm-project/vllm#39846).
+    So this function waits for at most `timeout` seconds; then it logs a warning and returns.
 
     Args:
         timeout: Seconds to wait for the other ranks.
@@ -201,7 +201,7 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
 
 
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
-    """Check that the CUDA devices of a run exist, without creating a CUDA context.
+    """Raise a `RequestError` if a run's CUDA devices do not exist; create no CUDA context.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
@@ -235,7 +235,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """Choose the network interface for gloo and NCCL, and return its address.
+    """Choose the network interface for gloo and NCCL; set their variables, and return its address.
 
     GLOO_SOCKET_IFNAME can name the interface. Otherwise it is the interface through which `peer` is
     reached.

@@ -54,7 +54,7 @@ _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
 
 def set_environment_defaults(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set default values of environment variables that the user has not set.
+    """Set svdpp's environment variables, such as OMP_WAIT_POLICY, unless the user has set them.
 
     Args:
         environment: Environment variables, which are changed in place. Child processes inherit
@@ -65,7 +65,7 @@ def set_environment_defaults(environment: MutableMapping[str, str] = os.environ)
 
 @contextlib.contextmanager
 def environment_defaults(more: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set default environment variables during the `with` block, for imports and new processes.
+    """Set svdpp's environment variables in the `with` block, for imports and new processes.
 
     The environment is restored after the block, because a user's program may depend on it.
 
@@ -173,7 +173,7 @@ Handler = Callable[[int, FrameType | None], object] | int | signal.Handlers | No
 
 
 def handle_signals(handler: Handler) -> dict[signal.Signals, Handler]:
-    """Set the handler of INT, TERM and HUP, and return the previous handlers by signal.
+    """Set the handler of the signals INT, TERM and HUP, and return the previous handlers by signal.
 
     Call this only in the main thread. If a previous handler raises `Interrupted` during this call,
     the exception is dropped, because the caller already handles an error.
@@ -366,7 +366,7 @@ def _existing_temp_dir() -> str:
             return "/tmp"
 
 
-def make_folder(prefix: str) -> Path:
+def make_temp_folder(prefix: str) -> Path:
     """Create a temporary folder that only this user can open; `remove_temp_files` removes it.
 
     Args:
@@ -394,7 +394,7 @@ def temp_folder(prefix: str) -> Iterator[Path]:
     Raises:
         OutputError: No folder for temporary files can be written.
     """
-    made = make_folder(prefix)
+    made = make_temp_folder(prefix)
     try:
         yield made
     finally:

@@ -54,7 +54,7 @@ _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """First message that a rank sends to rank 0."""
+    """First message of a rank to rank 0, when ranks that a launcher started meet."""
 
     rank: int
     local_rank: int
@@ -138,7 +138,7 @@ class RankListener:
         store.set(_KEY, json.dumps(self.endpoint._asdict()))
 
     def accept(self) -> tuple[RankHello, Connection] | None:
-        """Return the next rank that has connected and has proved that it knows the secret.
+        """Return the next rank that has connected to rank 0 and proved that it knows the secret.
 
         The handshake of each connection runs in its own thread, so that a silent connection does
         not delay others.
@@ -176,7 +176,7 @@ class RankListener:
             return None
 
     def close(self) -> None:
-        """Stop listening. Accepted connections stay open."""
+        """Stop listening for ranks on rank 0. Accepted connections stay open."""
         self._socket.close()
 
 
@@ -232,7 +232,7 @@ def connect(
 
 
 def receive(connection: Connection, deadline: float, max_bytes: int | None = None) -> bytes:
-    """Return the next message of a connection, within a deadline.
+    """Return the next message of a connection between ranks; raise `TimeoutError` at a deadline.
 
     The deadline is needed, because the kernel's timeout does not detect a stopped process.
 
@@ -288,7 +288,7 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read in the `with` block: the other process may never send data."""
+    """Limit the time of each read from a connecting process, which may never send data."""
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))
@@ -301,7 +301,7 @@ _TIME = struct.Struct("<d")
 
 
 def measure_clock_offset(connection: Connection, deadline: float) -> ClockOffset:
-    """Measure the offset to the clock of rank 0, which runs `serve_clock`.
+    """Measure the offset of this host's clock to that of rank 0, which runs `serve_clock`.
 
     The offset is computed by Cristian's algorithm (Probabilistic clock synchronization, 1989): only
     the fastest of several round trips is used, and rank 0 is assumed to have read its clock halfway

@@ -41,7 +41,7 @@ LIMIT_HINT = (
 
 
 class StartDeadline:
-    """Context manager for starting ranks with a deadline.
+    """Context manager that starts ranks with a deadline, at which blocking processes are killed.
 
     Time during which this process itself is stopped, for example by Ctrl-Z, does not count.
 
@@ -108,7 +108,7 @@ class StartDeadline:
             left -= _POLL_SECONDS
         self._has_expired.set()
         end_fork_server()
-        _kill(_children_with(_SPAWNED) - self._earlier_children)
+        _kill_children(_children_with(_SPAWNED) - self._earlier_children)
 
 
 def end_fork_server(*, only_if_stopped: bool = False) -> None:
@@ -121,7 +121,7 @@ def end_fork_server(*, only_if_stopped: bool = False) -> None:
         only_if_stopped: Whether the server is killed only if it is stopped (SIGSTOP).
     """
     servers = _children_with(_FORK_SERVER)
-    _kill({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
+    _kill_children({pid for pid in servers if not only_if_stopped or _is_stopped(pid)})
 
 
 def fork_server_end() -> str | None:
@@ -145,7 +145,7 @@ def fork_server_end() -> str | None:
     return f"was killed by {signal.Signals(end.si_status).name}"
 
 
-def _kill(pids: set[int]) -> None:
+def _kill_children(pids: set[int]) -> None:
     """Kill child processes, and wait for their end; their exit codes stay available to Python."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -179,7 +179,7 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the system's limit that caused an error, such as `{"limit": 1024}`.
+    """Return the system's limit (of files or processes) that caused an error: `{"limit": 1024}`.
 
     Returns:
         Limit of open files or of processes, for the `details` of an error; empty if there is no
@@ -195,14 +195,14 @@ def _shown(details: Mapping[str, int]) -> str:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether `error` means that the system refused to start a process or thread."""
+    """Whether an exception means that the system refused to start a process or thread."""
     if isinstance(error, OSError):
         return error.errno in (errno.EAGAIN, errno.ENOMEM, *_TOO_MANY_FILES)
     return isinstance(error, EOFError) or _NO_THREAD in str(error)
 
 
 def _children_with(words: bytes) -> set[int]:
-    """Return the ids of this process's children whose command lines contain `words`."""
+    """Return the ids of this process's children whose command lines contain the given words."""
     found = set()
     for pid in process_lifetime.children_of([os.getpid()]):
         with contextlib.suppress(OSError):  # an OSError means that the process has ended meanwhile

@@ -54,7 +54,7 @@ class ControlChannel:
         self._lock = threading.RLock()
 
     def send(self, message: bytes) -> None:
-        """Send a message. This method is thread-safe.
+        """Send a message to the other end, the parent or a rank. This method is thread-safe.
 
         Raises:
             OSError: The other end is closed.
@@ -63,7 +63,7 @@ class ControlChannel:
             self.connection.send_bytes(message)
 
     def receive(self, timeout: float) -> bytes | None:
-        """Return the next message.
+        """Return the next message of the other end, the parent or a rank; None if none arrives.
 
         Args:
             timeout: Seconds to wait for a message; 0: do not wait.
@@ -92,7 +92,7 @@ class QueuedChannel(ControlChannel):
         self._sender.start()
 
     def send(self, message: bytes) -> None:
-        """Queue a message for the sender thread. No error is raised if the rank has ended."""
+        """Queue a message to a rank for the sender thread; no error if the rank has ended."""
         self._messages.put(message)
 
     def close(self, timeout: float = 0.0) -> None:
@@ -126,7 +126,7 @@ class ClockOffset(NamedTuple):
 
 
 class LaunchContext(NamedTuple):
-    """Context that a rank's entry point gets from its launcher."""
+    """Context that a rank's entry point gets when it starts: world, channel, and how to join."""
 
     world: World
     backend: str
@@ -179,7 +179,7 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
+        """Number of ranks of the group."""
         return len(self.workers)
 
     @property
@@ -192,7 +192,7 @@ class WorkerGroup:
         self.workers[rank].channel.send(message)
 
     def poll(self, timeout: float) -> list[tuple[int, bytes]]:
-        """Wait until a message arrives or a rank ends.
+        """Wait until a rank sends a message or ends, and return all messages that have arrived.
 
         Args:
             timeout: Seconds to wait.
@@ -250,7 +250,7 @@ class WorkerGroup:
         return fork_server_end() if self._is_forked else None
 
     def output_tail(self, rank: int) -> str | None:
-        """Return the last output of a rank.
+        """Return the last characters that a rank has printed (its stdout and stderr).
 
         Returns:
             At most 4000 characters; empty if a launcher started the ranks. None: the rank has not
@@ -269,7 +269,7 @@ class WorkerGroup:
         return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Wait until all ranks have ended, after they have been told to stop.
+        """Wait until all ranks, which were told to stop, have ended; return whether none failed.
 
         Args:
             timeout: Seconds to wait for all ranks together.
@@ -283,7 +283,7 @@ class WorkerGroup:
         return len(codes) == self.world_size and not any(codes.values())
 
     def kill(self, error: BaseException | None = None) -> None:
-        """Kill the ranks that still run, and remove the group's temporary files.
+        """Kill the ranks that still run, and remove the temporary files of the ranks.
 
         Args:
             error: Reason, which is sent to ranks that a launcher started; None: all work is done.
@@ -326,7 +326,7 @@ def _tail(path: Path) -> str:
 
 
 def redirect_output(path: Path) -> None:
-    """Redirect stdout and stderr of this process to a file, whose size a thread limits.
+    """Redirect stdout and stderr of this rank's process to a file, whose size a thread limits.
 
     Args:
         path: Path of the file. When the file exceeds 1 MiB, it is renamed and replaces the file
@@ -417,7 +417,7 @@ def start_ranks(
         world_size,
         backend,
         # Only this user can open the folder, so no other user can join the file store in it.
-        folder=process_lifetime.make_folder("svdpp-"),
+        folder=process_lifetime.make_temp_folder("svdpp-"),
         ends_with_thread=method == "forkserver" or is_main_thread,
         ignores_signals=ignores_signals,
     )
@@ -512,7 +512,7 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
 
 
 def _bind_to_parent(start: _StartArguments) -> None:
-    """Make this process end when the parent ends, and on signals unless the rank ignores them."""
+    """Make this rank's process end with its parent, and on signals unless the rank ignores them."""
     if start.ends_with_thread:
         process_lifetime.end_with_parent()
     if start.ignores_signals:
@@ -523,7 +523,7 @@ def _bind_to_parent(start: _StartArguments) -> None:
 
 
 def _end_with_starter(parent: Any) -> None:
-    """Start a thread that waits until the parent has ended, cleans up, and ends this process."""
+    """Start a thread that waits for the end of the parent, cleans up, and ends this process."""
 
     def wait_for_end() -> None:
         wait([parent.sentinel])

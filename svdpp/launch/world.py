@@ -22,7 +22,7 @@ _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Rank of a process, and sizes of the world that the rank belongs to.
+    """Rank of a process, and numbers of ranks and hosts of the world that the rank belongs to.
 
     Without a launcher, one svdpp command starts all ranks on one machine.
     """
@@ -48,12 +48,12 @@ class World:
 
     @property
     def on_first_host(self) -> bool:
-        """Whether the rank runs on the host on which rank 0 runs."""
+        """Whether a rank runs on the same host as rank 0."""
         return self.host == 0
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Number of ranks on each host; None for a single host, and if hosts differ."""
+        """Number of ranks on each host of the world; None for one host, and if hosts differ."""
         is_even = self.is_even and self.local_size * self.num_hosts == self.size
         return self.local_size if is_even and self.num_hosts > 1 else None
 
@@ -113,7 +113,7 @@ def was_launched() -> bool:
 
 
 def store_address(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Return host and port of the store, from the variables MASTER_ADDR and MASTER_PORT.
+    """Return host and port of the ranks' store, from the variables MASTER_ADDR and MASTER_PORT.
 
     torchrun sets both variables. Under Slurm, the defaults are the job's first host, and a port
     that depends on the job id.

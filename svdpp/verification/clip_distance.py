@@ -35,7 +35,9 @@ def measure_distances(
     reference: TensorStore,
     tolerance: Tolerance,
 ) -> None:
-    """Compare tensors whose hashes differ, as far as the clip's tensors are available.
+    """Compare the tensors of finished clips with the reference's, where hashes differ.
+
+    This is possible as far as the clips' tensors are available.
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -63,12 +65,12 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a recorded hash of a tensor differs from the hash of the recomputed tensor."""
+    """Whether a recorded hash of a clip's latent, frames or sound is not the recomputed one."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make clips again with a pair of ranks (`cfg_parallel` 2). Return the error if this fails."""
+    """Make finished clips again with a pair of ranks (`cfg_parallel` 2). Return any error."""
     if not tasks:
         return None
     config = tasks[0].pair_config
@@ -97,7 +99,7 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return a tensor of the clip; None if no available tensor has the recorded hash.
+        """Return a finished clip's latent, frames or sound; None if none has the recorded hash.
 
         Args:
             what: `latent`, `frames` or `audio`.
@@ -112,7 +114,7 @@ class _StoredTensors:
 
 
 def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
-    """Return a clip's final latent, frames or audio from a store; None if it was not kept.
+    """Return a clip's final latent, frames or audio from a tensor store; None if it was not kept.
 
     Args:
         store: Store of the clip's tensors.
@@ -158,7 +160,7 @@ def _measure_check(
 
 
 def _mark_latent_unknown(result: ClipVerification) -> None:
-    """Set the check of the latent to unknown if only the clip's frames could be compared."""
+    """Set the check of a clip's latent to unknown if only the clip's frames could be compared."""
     by_name = {check.what: check for check in result.checks}
     latent, frames = by_name["latent"], by_name["frames"]
     if frames.max_abs_diff is not None and latent.max_abs_diff is None and not latent.equal:

@@ -51,7 +51,7 @@ class ClipOnDisk:
 
 
 def find_clips(inputs: Sequence[str]) -> list[Path]:
-    """Return the finished clips that the user names, without duplicates.
+    """Return the paths of the finished clips that the user names, without duplicates.
 
     Args:
         inputs: Paths of clips or of folders with clips.
@@ -95,7 +95,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
 
 
 def read_clip(path: Path) -> ClipOnDisk:
-    """Read the metadata of a finished clip.
+    """Read the metadata of a finished clip from its JSON, or from its file.
 
     Args:
         path: Path of the clip's JSON, or of the clip's file, which contains the metadata.
@@ -175,13 +175,13 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
 
 
 def _is_of_run(path: Path) -> bool:
-    """Whether `path` has the name of a run's manifest or of a run's table of clips."""
+    """Whether a path has the name of a run's manifest or of a run's table of clips."""
     names = MANIFEST, CLIP_TABLE
     return path.name in names or path.name.endswith(tuple(f".{name}" for name in names))
 
 
 def _is_clip(path: Path) -> bool:
-    """Whether `path` is a clip's file with metadata, or a clip's JSON, which may be damaged."""
+    """Whether a path is a clip's file with metadata, or a clip's JSON, which may be damaged."""
     try:
         if path.suffix != ".json":
             is_video = path.suffix in _VIDEOS or _is_frames_folder(path)
@@ -205,7 +205,7 @@ def _clips_in(folder: Path) -> list[Path]:
 
 
 def _preferred_path(path: Path) -> Path:
-    """Return the path of the clip's JSON if it exists, otherwise `path`.
+    """Return the path of a clip's JSON if it exists, otherwise the path of its file.
 
     A clip whose file and JSON are both named by the user thus counts only once.
     """
@@ -227,7 +227,7 @@ def _is_frames_folder(path: Path) -> bool:
 
 
 def _has_frames_json(path: Path) -> bool:
-    """Whether `path` is a folder, and the JSON beside it says that it has a clip's frames."""
+    """Whether a path is a folder, and the JSON beside it says that it has a clip's frames."""
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
@@ -283,7 +283,7 @@ class ClipCheck:
 
     @property
     def verdict(self) -> str:
-        """Result of the check: `bitwise equal`, `within tolerance`, `different` or `unknown`.
+        """Result of a clip's check: `bitwise equal`, `within tolerance`, `different` or `unknown`.
 
         A missing file is `different`.
         """
@@ -297,7 +297,7 @@ class ClipCheck:
 def check_file(
     clip: ClipOnDisk, frames: Frames, sound: video.AudioSamples | None = None
 ) -> ClipCheck:
-    """Compare a clip's file, which may be missing, with the metadata and the recomputed frames.
+    """Compare a finished clip's file, which may be missing, with metadata and recomputed frames.
 
     PNG files are lossless, so the hash of their pixels must equal the recorded hash. Other formats
     are lossy. For these, the recomputed frames are encoded to a second file, and the two files are

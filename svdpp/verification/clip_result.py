@@ -24,7 +24,7 @@ class VerificationTask:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of the clip."""
+        """Number of denoising steps of the clip to verify."""
         return self.config.sampling.num_inference_steps
 
 
@@ -41,19 +41,19 @@ class ClipVerification:
 
     @property
     def different(self) -> list[ClipCheck]:
-        """Checks that have failed; empty if none has failed."""
+        """Checks of a clip that have failed; empty if none has failed."""
         return [check for check in self.checks if check.equal is False]
 
     @property
     def verdict(self) -> str:
-        """Verdict on the clip: `bitwise equal`, `within tolerance` or `different`."""
+        """Verdict on a verified clip: `bitwise equal`, `within tolerance` or `different`."""
         if self.different:
             return "different"
         is_bitwise = all(check.equal and not check.within for check in self.checks)
         return "bitwise equal" if is_bitwise else "within tolerance"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values; `equal` is None if an error occurred."""
+        """Return the result of verifying a clip as plain values; `equal` is None after an error."""
         if self.error is not None:
             return {"clip": str(self.path), "equal": None, "error": error_to_dict(self.error)}
         checks = [{**asdict(check), "verdict": check.verdict} for check in self.checks]
@@ -78,7 +78,7 @@ class ClipVerification:
 
     @property
     def differences(self) -> str:
-        """Description of the failed checks."""
+        """Description of a clip's failed checks."""
         return ", ".join(
             f"{check.what} ({check.detail})" if check.detail else check.what
             for check in self.different

@@ -51,7 +51,7 @@ from svdpp.worker.tensor_files import TensorStore
 
 @dataclass(frozen=True, kw_only=True)
 class VerificationSettings:
-    """User's options for the verification. All other settings come from the clip's metadata."""
+    """User's options for verifying finished clips. Other settings come from the clips' metadata."""
 
     image: Path | None = None
     """Path of the clip's input image, or of a folder with all inputs. None: the inputs are searched
@@ -67,7 +67,7 @@ class VerificationSettings:
 def plan_verification(
     paths: Iterable[Path], settings: VerificationSettings
 ) -> tuple[list[list[VerificationTask]], list[ClipVerification]]:
-    """Read and check finished clips, and group them by configuration.
+    """Read and check finished clips, and group them by configuration into verification tasks.
 
     Args:
         paths: Path of each clip's file or JSON.
@@ -98,7 +98,7 @@ def verify_clips(
     observers: Sequence[Observer] = (),
     tolerance: Tolerance = BITWISE,
 ) -> list[ClipVerification]:
-    """Recompute finished clips with the same configuration, and compare the results.
+    """Recompute finished clips with the same configuration on one device, and compare the results.
 
     Args:
         tasks: Tasks with equal configurations, at least one.
@@ -151,7 +151,7 @@ def verify_clips(
 
 
 def compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    """Compare the hashes of a clip's latent, frames and sound, and yield the results.
+    """Compare recorded hashes of a clip's latent, frames and sound with recomputed ones.
 
     Args:
         clip: Finished clip.
@@ -274,9 +274,9 @@ def _config(
 
 
 def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return repository and commit of each component that is not from the model's repository.
+    """Return, from a clip's JSON, repository and commit of each component from another repository.
 
-    The keys are names of components.
+    Another repository is one that is not the model's. The keys are names of components.
     """
     return dict(metadata.get("components", {}))
 

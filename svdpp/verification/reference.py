@@ -124,10 +124,10 @@ class _Recorder:
         self._begun = self._mark = time.monotonic()
 
     def before_steps(self) -> None:
-        self._report(Action.at(Kind.ENCODE, self._clip, 0), self._now())
+        self._report(Action.at(Kind.ENCODE, self._clip, 0), self._synchronized_now())
 
     def after_step(self, step: int, tensors: Tensors) -> None:
-        now = self._now()
+        now = self._synchronized_now()
         self._reporter.send(StepDone(clip=self._clip, step=step, seconds=now - self._mark))
         self._mark = now
         if step + 1 == self._num_steps:
@@ -137,7 +137,9 @@ class _Recorder:
 
     def end(self, latent: torch.Tensor, frames: Frames | None, audio: Audio | None) -> None:
         if frames is not None:
-            self._report(Action.at(Kind.DECODE, self._clip, self._num_steps), self._now())
+            self._report(
+                Action.at(Kind.DECODE, self._clip, self._num_steps), self._synchronized_now()
+            )
         audio = audio and Audio(self._on_host(audio.samples), audio.rate)
         if self._store is not None and frames is not None:
             store_result(self._store, self._clip, frames, audio)
@@ -168,15 +170,15 @@ class _Recorder:
         self._reporter.send(ActionDone(action=action, start=self._begun, end=now, waited=0.0))
         self._begun = self._mark = now
 
-    def _now(self) -> float:
-        """Wait until the device has finished its work, and return the current time."""
+    def _synchronized_now(self) -> float:
+        """Wait until the reference's device has finished its work, and return the current time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.monotonic()
 
 
 class _DummyReference:
-    """Reference for the dummy model, with the same method `run` as `Reference`."""
+    """Reference run of the dummy model, with the same method `run` as `Reference`."""
 
     def __init__(self, config: PipelineConfig, device: str) -> None:
         self._model = load_rank_model(config, None, device, Roles(encode=True, denoise=True))
@@ -228,7 +230,7 @@ class Reference:
         before_steps: Callable[[], None],
         after_step: Callable[[int, Tensors], None],
     ) -> tuple[torch.Tensor, Frames, Audio | None]:
-        """Make one clip with the pipeline's `__call__`.
+        """Make one clip with the reference pipeline's unmodified `__call__`, and report each step.
 
         Args:
             request: Seed, prompts and LoRAs of the clip.
@@ -273,7 +275,7 @@ class Reference:
 
 
 def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load a pipeline that is not modular, as a user of diffusers does."""
+    """Load a pipeline of diffusers that is not modular for the reference, as a user does."""
     dtype = model.dtype
     dtypes = {
         part: component_dtype(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
@@ -298,7 +300,7 @@ def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool)
 
 
 def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load a modular pipeline, as a user of diffusers does.
+    """Load a modular pipeline of diffusers for the reference, as a user does.
 
     Raises:
         ModelError: A component was not loaded. diffusers only logs the reason.
@@ -390,7 +392,7 @@ class _StepObserver:
         return result
 
     def run_iteration(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run one iteration of a denoising loop, and report the step to `after_step`.
+        """Run one iteration of a modular pipeline's denoising loop; report it to `after_step`.
 
         In a modular pipeline without a scheduler, each iteration is one denoising step.
         """

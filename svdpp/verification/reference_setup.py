@@ -11,7 +11,7 @@ from svdpp.models.checkpoint import Checkpoint
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceSetup:
-    """Setup of the reference process; see `run_reference`."""
+    """Setup of the process that runs the reference: model, clips, and tensors to keep."""
 
     config: PipelineConfig
     """Configuration with one rank, and with all defaults filled in."""

@@ -71,12 +71,12 @@ class Check:
 
     @property
     def verdict(self) -> Verdict:
-        """Result of the check: `bitwise equal`, `within tolerance` or `different`."""
+        """Result of comparing a tensor: `bitwise equal`, `within tolerance` or `different`."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
     def distance(self) -> str:
-        """Largest difference with its unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
+        """Largest difference of a tensor, with unit: `1.19e-07 (1 ULP)`, or `3 of 255 levels`."""
         if self.what in _LEVELS:
             return f"{self.max_ulp} of {_LEVELS[self.what]} levels"
         ratio = "" if self.psnr_db is None else f", {self.psnr_db:.1f} dB"
@@ -84,7 +84,7 @@ class Check:
 
     @property
     def place(self) -> str:
-        """Description of the tensor, with clip, step and rank."""
+        """Description of a compared tensor, with clip, step and rank."""
         what = {
             "latent": f"the latent after step {self.step - 1}",
             "final_latent": "the final latent",
@@ -96,7 +96,7 @@ class Check:
         return f"clip {self.clip}, {what}, done by rank {self.rank}"
 
     def __str__(self) -> str:
-        """Describe the difference: the tensor, its first differing element, the largest difference.
+        """Describe how a tensor differs: name, first differing element, and largest difference.
 
         The description is one line of text.
         """
@@ -109,7 +109,7 @@ class Check:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the check as plain values; an infinite difference becomes None."""
+        """Return the comparison of a tensor as plain values; an infinite difference is None."""
         difference = self.max_abs_diff if math.isfinite(self.max_abs_diff) else None
         return {**asdict(self), "verdict": self.verdict, "max_abs_diff": difference}
 
@@ -131,7 +131,7 @@ class VerificationResult:
 
     @property
     def equal(self) -> bool:
-        """Whether every check passes, bitwise or within the tolerance."""
+        """Whether every compared tensor is equal, bitwise or within the tolerance."""
         return self.first_difference is None
 
     @property
@@ -141,26 +141,26 @@ class VerificationResult:
 
     @property
     def verdict(self) -> Verdict:
-        """Result of the verification: `bitwise equal`, `within tolerance` or `different`."""
+        """Result of verifying a run: `bitwise equal`, `within tolerance` or `different`."""
         return _verdict(is_bitwise=self.bitwise, is_equal=self.equal)
 
     @property
     def max_abs_diff(self) -> float:
-        """Largest absolute difference in all compared tensors."""
+        """Largest absolute difference in all tensors that were compared with the reference's."""
         return self.largest.max_abs_diff
 
     @property
     def largest(self) -> Check:
-        """Check with the largest difference; if several have it, the first of them."""
+        """Comparison of the tensor with the largest difference; if several, the first of them."""
         return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
 
     @property
     def first_difference(self) -> Check | None:
-        """First check that fails; None if all checks pass."""
+        """First comparison of a tensor that fails; None if all pass."""
         return next((check for check in self.checks if not check.equal), None)
 
     def __str__(self) -> str:
-        """Return the verdict as a sentence, with the largest difference if bits differ."""
+        """Return the verdict on a run as a sentence, with the largest difference if bits differ."""
         clips = len({check.clip for check in self.checks})
         compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
         if self.bitwise:
@@ -192,7 +192,7 @@ class VerificationResult:
         return remark
 
     def failure_details(self) -> dict[str, Any]:
-        """Return the details for an error: the first failed check and the largest difference."""
+        """Return `details` for an error: the first tensor that differs, the largest difference."""
         first = self.first_difference
         return {
             **({} if first is None else first.to_json()),
@@ -202,7 +202,7 @@ class VerificationResult:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as plain values."""
+        """Return the result of verifying a run as plain values."""
         largest = self.largest.to_json()
         names = ("clip", "what", "step", "rank", "max_abs_diff", "max_ulp")
         return {
@@ -253,7 +253,7 @@ def compare_tensors(
     is_bitwise = not bool(differs.any())
     beyond, max_ulp, max_abs_diff, psnr_db = differs, 0, 0.0, None
     if not is_bitwise:
-        max_ulp = int((_ordered(ours) - _ordered(theirs)).abs().max())
+        max_ulp = int((_ordered_integers(ours) - _ordered_integers(theirs)).abs().max())
         # float32 represents levels exactly, and takes less memory.
         dtype = torch.float32 if what in _LEVELS else torch.float64
         scale, expected = _LEVELS.get(what, 1), theirs.to(dtype)
@@ -263,11 +263,11 @@ def compare_tensors(
         difference = torch.where(differs, difference, 0.0)
         max_abs_diff = float(difference.max()) / scale
         if what in _LEVELS:
-            beyond = _beyond(differs, difference, expected, tolerance, scale)
+            beyond = _exceeds_tolerance(differs, difference, expected, tolerance, scale)
         else:
             psnr_db = _psnr_db(difference, expected)
             if ours.is_floating_point():
-                beyond = _beyond(differs, difference, expected, tolerance)
+                beyond = _exceeds_tolerance(differs, difference, expected, tolerance)
     num_beyond = int(beyond.count_nonzero())
     return Check(
         **location._asdict(),
@@ -284,14 +284,14 @@ def compare_tensors(
     )
 
 
-def _beyond(
+def _exceeds_tolerance(
     differs: torch.Tensor,
     difference: torch.Tensor,
     expected: torch.Tensor,
     tolerance: Tolerance,
     scale: int = 1,
 ) -> torch.Tensor:
-    """Return a bool mask of the elements whose difference is larger than the tolerance."""
+    """Return a bool mask of a tensor's elements whose difference is larger than the tolerance."""
     if tolerance.is_bitwise:  # without a tolerance, all bits must be equal, even those of -0 and 0
         return differs
     allowed = tolerance.atol * scale + tolerance.rtol * expected.abs()
@@ -317,8 +317,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
 
 
-def _ordered(tensor: torch.Tensor) -> torch.Tensor:
-    """Map floats to integers whose differences are numbers of ULPs (units in the last place).
+def _ordered_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Map a float tensor to integers whose differences are numbers of ULPs.
+
+    ULPs are units in the last place.
 
     The integers have the order of the floats: negative floats become negative integers; see Bruce
     Dawson, "Comparing Floating Point Numbers". Integers, such as pixels or audio samples, do not

@@ -53,7 +53,7 @@ def verify(
     observers: Sequence[Observer] = (),
     open_observer: OpenObserver = no_observer,
 ) -> VerificationResult:
-    """Make clips in a pipelined run and in a sequential run, and compare the tensors.
+    """Make clips in a pipelined run and in a sequential run, and compare latents, frames and sound.
 
     The compared tensors are the latent at each transfer, the final latent, the frames and the
     sound. Each element may differ by atol + rtol * abs(expected), as in
@@ -116,17 +116,17 @@ def verify(
             )
         compare = _Comparison(config, TensorStore(pipelined), TensorStore(sequential), tolerance)
         checks = [check for clip in clips for check in compare.clip(clip)]
-    return _result(config, checks, made, expected, tolerance)
+    return _verification_result(config, checks, made, expected, tolerance)
 
 
-def _result(
+def _verification_result(
     config: PipelineConfig,
     checks: Sequence[Check],
     made: Sequence[dict[str, Any]],
     expected: Sequence[dict[str, Any]],
     tolerance: Tolerance,
 ) -> VerificationResult:
-    """Return the result of a verification.
+    """Return the result of verifying a run, from comparisons of tensors and the clips' metadata.
 
     Args:
         config: Configuration of the pipelined run.
@@ -272,7 +272,7 @@ class _Comparison:
     tolerance: Tolerance
 
     def clip(self, clip: int) -> Iterator[Check]:
-        """Yield the checks of one clip, in the order of the clip's steps."""
+        """Compare the tensors of one clip with the reference's; yield the checks step by step."""
         config = self.config
         num_steps, axes = config.sampling.num_inference_steps, _step_axes(config)
         yield from _first_failure(self._predictions(clip))
@@ -326,7 +326,7 @@ class _Comparison:
 
 
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
-    """Return a list with the first failed check.
+    """Return a list with only the first failed comparison of tensors.
 
     If no check has failed, return the first check in which bits differ. If there is none, return an
     empty list.
@@ -345,6 +345,6 @@ def _step_axes(config: PipelineConfig) -> str:
 
 
 def _range_ends(config: PipelineConfig, clip: int) -> list[tuple[int, int]]:
-    """Return (rank, number of finished steps) at the end of each range of steps, in order."""
+    """Return (rank, number of finished steps) at the end of each rank's range of a clip's steps."""
     ranges = config.layout.route(clip).ranges
     return [(part.rank, part.end) for part in ranges if part.num_steps]

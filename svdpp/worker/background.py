@@ -78,21 +78,21 @@ class Reporter:
         self._thread = threading.Thread(target=self._send_all, name="heartbeat", daemon=True)
 
     def start(self) -> None:
-        """Start the thread that sends heartbeats to the parent."""
+        """Start the thread that sends a rank's heartbeats to the parent."""
         self._thread.start()
 
     def stop_sampling(self) -> None:
-        """Send a last sample for monitoring, and stop sampling."""
+        """Send a last `RankStats` sample of this rank for monitoring, and stop sampling."""
         if self.sampler is not None:
             self.sampler.stop()
 
     def stop(self) -> None:
-        """Stop the thread that sends heartbeats to the parent."""
+        """Stop the thread that sends a rank's heartbeats to the parent."""
         self._stopped.set()
         self._thread.join()
 
     def send(self, event: Event) -> None:
-        """Send one event to the parent.
+        """Send one event of this rank to the parent.
 
         Raises:
             OSError: The parent has ended.
@@ -100,7 +100,7 @@ class Reporter:
         self._channel.send(event.to_bytes())
 
     def set_position(self, action: Action | None, step: int = -1, *, waiting: bool = False) -> None:
-        """Set the rank's position for the heartbeats.
+        """Set the action and step that heartbeats report; send a heartbeat if needed.
 
         If `action` or `waiting` changes, a heartbeat is sent at once.
 
@@ -125,7 +125,7 @@ class Reporter:
         self.send(self._now)
 
     def report_transfer(self, transfer: Transfer) -> None:
-        """Report that a packet was received or sent."""
+        """Report to the parent that a packet was received or sent."""
         self.send(TransferDone(**transfer._asdict()))
 
     def send_tensor(self, name: str, data: bytes) -> None:
@@ -133,14 +133,14 @@ class Reporter:
         self.send(StoredTensor(name=name, data=base64.b64encode(data)))
 
     def report_clip_failure(self, clip: int, error: BaseException) -> None:
-        """Report an error that makes one clip fail. The rank continues with other clips."""
+        """Report to the parent an error that makes one clip fail; the rank goes on."""
         record = error_to_dict(error)
         if self._other_host:
             record["message"] = f"on {self._other_host}: {record['message']}"
         self.send(ClipFailed(clip=clip, error=record))
 
     def report_failure(self, error: BaseException) -> None:
-        """Report an error that ends the rank, with the rank's current action and step."""
+        """Report to the parent an error that ends this rank, with its current action and step."""
         self.send(
             Failed(
                 error=error_to_dict(limit_error(error) or error),
@@ -177,7 +177,7 @@ _MAX_WAITING = 2
 
 
 class BoundedExecutor:
-    """Thread that runs calls in order on the rank's device, with a bounded queue.
+    """Thread that runs calls in order on the rank's device; at most two calls wait or run.
 
     An exception of a call is reported as the failure of the rank, and raised again by a later
     `submit` or `finish`.
@@ -198,7 +198,7 @@ class BoundedExecutor:
         reporter.writers.append(self)
 
     def submit(self, work: Callable[..., None], *arguments: object) -> None:
-        """Queue a call; first wait while two earlier calls are queued or running.
+        """Queue a call for the thread; first wait while two earlier calls are queued or running.
 
         Args:
             work: Function to call in the thread, with `arguments`.
@@ -212,7 +212,7 @@ class BoundedExecutor:
         self._waiting.append(self._thread.submit(self._reported, work, *arguments))
 
     def finish(self) -> None:
-        """Wait for all calls; raise the exception of the first call that failed."""
+        """Wait for all queued calls; raise the exception of the first call that failed."""
         while self._waiting:
             self._finish_first()
 
@@ -234,7 +234,7 @@ class BoundedExecutor:
 
 
 class ClipWriter(BoundedExecutor):
-    """Thread that writes clips, one at a time, in the order of `put`.
+    """Thread that writes the files of finished clips, one at a time, in the order of `put`.
 
     Args:
         reporter: Sender of a `ClipDone` for each written clip, and of an error for each clip that
@@ -268,7 +268,9 @@ class ClipWriter(BoundedExecutor):
         decoded: torch.Tensor | None = None,
         audio: Audio | None = None,
     ) -> None:
-        """Queue a clip for writing. Its tensors may be on the device, and may not be computed yet.
+        """Queue a finished clip for writing to its file.
+
+        The clip's tensors may be on the device, and may not be computed yet.
 
         Args:
             job: Request and metadata of the clip.
@@ -358,7 +360,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue the packet of a clip for writing. Its tensors must not change afterwards.
+        """Queue a clip's packet for writing to a latent checkpoint. Its tensors must not change.
 
         Args:
             key: Key of the clip, which is part of the file name.
@@ -388,7 +390,7 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 
 
 class ImageReader:
-    """Reader that prepares images ahead, in threads.
+    """Reader that prepares the images of coming clips, in threads.
 
     The reader prepares the image of one queued clip at a time, the next that `take` will return.
     It also prepares at most one image of a clip that has not been submitted yet.
@@ -412,14 +414,16 @@ class ImageReader:
         self._early_thread = streams.single_thread_executor("early images", device)
 
     def enqueue(self, requests: Iterable[tuple[int, ClipRequest]]) -> None:
-        """Queue (clip index, request) tuples, in the order in which `take` will be called."""
+        """Queue clips (index, request) whose images `take` will return, in this order."""
         for clip, request in requests:
             self._upcoming.append((clip, request, self._early.pop(_image_key(request), None)))
         if not self._ahead:
             self._read_next()
 
     def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
-        """Begin to prepare the image of a clip that `enqueue` will get later.
+        """Begin to prepare the image of a clip that has not been submitted yet.
+
+        `enqueue` will get the clip later.
 
         Args:
             request: Request for the clip.
@@ -451,7 +455,7 @@ class ImageReader:
             self._read_next()
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads that prepare images."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._early_thread.shutdown(wait=False, cancel_futures=True)
 

@@ -48,7 +48,7 @@ class Denoising:
         self._next: int | None = action.start
 
     def run(self, model: VideoModel) -> None:
-        """Run the steps, check that their latents are finite, and put the result into the packet.
+        """Run the steps of the DENOISE, check that the latents are finite, and update the packet.
 
         Raises:
             ClipCancelledError: The clip was cancelled, or the partner has dropped it.
@@ -73,7 +73,7 @@ class Denoising:
             self._keep_latent()
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send this rank's prediction for a step, and return the partner's prediction.
+        """Send this rank's prediction for a step to the other rank of a pair; return that rank's.
 
         Args:
             step: Index of the step.
@@ -130,7 +130,7 @@ class Denoising:
         self._context.transport.send(packet, self._action.peer, "predictions")
 
     def _before_step(self, step: int) -> None:
-        """Check that the clip is not cancelled, and report that the rank begins `step`."""
+        """Raise a `ClipCancelledError` if the clip is cancelled; else report that `step` begins."""
         if step == self._action.end:
             return
         context, action = self._context, self._action
@@ -150,7 +150,7 @@ class Denoising:
 
 
 class StepChecks:
-    """Checks that the latents of one DENOISE are finite.
+    """Checks that the latent after each step of one DENOISE is finite.
 
     On CUDA, the result of a step's check is read after the next step has been queued. Reading it
     earlier would make the GPU wait for the CPU.
@@ -172,7 +172,7 @@ class StepChecks:
         self._queued: deque[tuple[int, AsyncFlag, AsyncFlag]] = deque()
 
     def add(self, step: int, latent: torch.Tensor) -> None:
-        """Start the check of the latent after `step`, and read the results of earlier checks.
+        """Start the check that the latent after `step` is finite; read results of earlier checks.
 
         Args:
             step: Index of the step.
@@ -187,7 +187,7 @@ class StepChecks:
         self._read(keep=1 if self._device.type == "cuda" else 0)
 
     def finish(self) -> None:
-        """Wait for the results of all checks.
+        """Wait for the checks of all latents; raise a `NotFiniteError` if a latent is not finite.
 
         Raises:
             NotFiniteError: A latent contains NaN or infinity.

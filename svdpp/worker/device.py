@@ -62,7 +62,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
 def conditions_of(
     config: PipelineConfig, checkpoint: Checkpoint | None, device: str
 ) -> dict[str, Any]:
-    """Return the conditions on which the bits of clips depend, for the metadata of clips.
+    """Return the conditions (torch settings, GPU, libraries) on which the bits of clips depend.
 
     Args:
         config: Configuration of the pipeline.
@@ -136,7 +136,7 @@ class MemoryPressure:
         self._before = _events_before.setdefault(device, self._events())
 
     def has_occurred(self) -> bool:
-        """Whether an allocation on the device has been retried or has failed."""
+        """Whether memory on the device ran short: an allocation has been retried or has failed."""
         return self._events() > self._before
 
     def _events(self) -> int:
@@ -182,7 +182,7 @@ def reset_peak() -> None:
 
 
 def status_bytes(name: str) -> int:
-    """Return a size from /proc/self/status in bytes.
+    """Return a memory size of this process from /proc/self/status, in bytes.
 
     Args:
         name: Name of the size, as in proc(5): VmRSS is the resident set, VmHWM is its peak.
@@ -265,7 +265,9 @@ def _free_bytes(device: str) -> int:
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Set torch's settings on which bits depend. Call this before any work on the device.
+    """Set torch's settings (threads, determinism) on which bits depend.
+
+    Call this before any work on the device.
 
     Args:
         num_threads: Number of intra-op threads on the CPU, on which the rounding of sums depends.
@@ -330,7 +332,7 @@ class ClipProfiler:
         self._last: Action | None = None
 
     def select_clip(self, actions: Sequence[Action]) -> None:
-        """Choose the clip to profile among coming actions. Only the first call has an effect."""
+        """Choose the clip to profile, given coming actions. Only the first call has an effect."""
         clips = list(dict.fromkeys(a.clip for a in actions if a.kind is Kind.DENOISE))
         if self._first is None and clips:
             chosen = clips[min(1, len(clips) - 1)]
@@ -339,7 +341,7 @@ class ClipProfiler:
 
     @contextlib.contextmanager
     def over(self, action: Action) -> Iterator[None]:
-        """Profile `action`, which the `with` block runs, if it belongs to the chosen clip.
+        """Profile an action, which the `with` block runs, if it belongs to the chosen clip.
 
         Raises:
             OutputError: The trace cannot be written.

@@ -51,7 +51,7 @@ class ClipJob(_Message):
 
 
 class ClipBatch(_Message):
-    """Command to make further clips with consecutive indices.
+    """Command to a rank to make further clips with consecutive indices.
 
     Each rank gets all clips, even clips of which it runs no step, because a rank's actions depend
     on the routes of neighbouring clips. Each rank computes its own actions (`worker.routes`).
@@ -61,17 +61,17 @@ class ClipBatch(_Message):
 
 
 class PrepareImage(_Message):
-    """Command to prepare the images of a clip that a later `ClipBatch` will contain."""
+    """Command to a rank to prepare the images of a clip that a later `ClipBatch` will contain."""
 
     request: ClipRequest
 
 
 class Stop(_Message):
-    """Command to stop, sent twice: first to finish all work, then to end the process."""
+    """Command to a rank to stop, sent twice: first to finish all work, then to end the process."""
 
 
 class Cancel(_Message):
-    """Command to skip the remaining work on a cancelled clip."""
+    """Command to a rank to skip the remaining work on a cancelled clip."""
 
     clip: int
 
@@ -152,7 +152,7 @@ class Joined(Event):
 
 
 class StepDone(Event):
-    """Report of one denoising step."""
+    """Report of a rank that it has finished one denoising step, with the step's duration."""
 
     clip: int
     step: int
@@ -161,7 +161,7 @@ class StepDone(Event):
 
 
 class ActionDone(Event):
-    """Report of one finished ENCODE, DENOISE or DECODE.
+    """Report of a rank that it has finished one ENCODE, DENOISE or DECODE.
 
     Start and end are in seconds on the monotonic clock of the rank's host.
     """
@@ -199,7 +199,7 @@ class ClipDone(Event):
 
 
 class PromptTruncated(Event):
-    """Report that a prompt has more tokens than the model reads."""
+    """Report that a clip's prompt has more tokens than the model reads, so its end is ignored."""
 
     clip: int
     text: str
@@ -246,7 +246,7 @@ class ClipDropped(Event):
 
 
 class Failed(Event):
-    """Report of an error that ends the rank."""
+    """Report of an error that ends the rank which sends it."""
 
     error: dict[str, Any]
     traceback: str
@@ -273,7 +273,9 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """Parse a message that `to_bytes` has created, and return the command or event.
+    """Parse a message between a rank and the parent; return it as a command or an event.
+
+    `to_bytes` has created the message.
 
     Raises:
         ValueError: The text is not JSON, or a field is missing, unknown or of another type.

@@ -51,7 +51,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """Configuration and paths that every rank gets when it starts."""
+    """Configuration and paths that every rank of a pipeline gets when it starts."""
 
     config: PipelineConfig
     """Resolved configuration of the pipeline."""
@@ -71,7 +71,7 @@ class RankSetup:
 
 
 def rank_main(launch: LaunchContext, setup: RankSetup) -> None:
-    """Run a rank of a pipeline until the parent sends `Stop`.
+    """Run a rank of a pipeline, from loading the model until the parent sends `Stop`.
 
     Raises:
         SvdppError: The rank failed. The error has been reported to the parent.
@@ -133,7 +133,7 @@ def run_rank(
 
 
 def wait_for_stop(channel: ControlChannel) -> None:
-    """Wait for the parent's next `Stop`. Ignore commands to cancel clips, as no work is left."""
+    """Wait for the parent's next `Stop`; ignore commands to cancel clips, as no work is left."""
     message = None
     while message is None or not isinstance(parse(message), Stop):
         message = channel.receive(_POLL_SECONDS)
@@ -252,7 +252,7 @@ def load_rank_model(
 _HELP_ACTIONS = 3
 
 
-def _is_help(action: Action) -> bool:
+def _is_decode_help(action: Action) -> bool:
     """Whether an action is the RECV with which a rank begins to decode frames for another rank."""
     return action.kind is Kind.RECV and action.part is not None
 
@@ -280,13 +280,15 @@ class ActionQueue(deque[Action]):
     """
 
     def holds(self, clip: int) -> bool:
-        """Whether the queue has actions of a clip."""
+        """Whether the rank's queue has actions of a clip."""
         return any(action.clip == clip for action in self)
 
     def add(self, actions: Sequence[Action]) -> None:
-        """Append the actions of further clips, and reorder actions so that clips overlap."""
-        help_of_last = self._take_help(actions[0].clip - 1) if actions else []
-        first_help = next((i for i, each in enumerate(actions) if _is_help(each)), len(actions))
+        """Append actions of further clips to the rank's queue; reorder it so that clips overlap."""
+        help_of_last = self._take_decode_help(actions[0].clip - 1) if actions else []
+        first_help = next(
+            (i for i, each in enumerate(actions) if _is_decode_help(each)), len(actions)
+        )
         visit, rest = actions[:first_help], actions[first_help:]
         if self and visit and visit[0].kind is Kind.RECV:
             self.insert(self._start_of_last_work(), visit[0])
@@ -294,10 +296,10 @@ class ActionQueue(deque[Action]):
         for part in (visit, help_of_last, rest):
             self.extend(part)
 
-    def _take_help(self, clip: int) -> list[Action]:
+    def _take_decode_help(self, clip: int) -> list[Action]:
         """Remove and return the queue's last actions, if they decode `clip` for another rank."""
         start = len(self) - _HELP_ACTIONS
-        if start < 0 or self[start].clip != clip or not _is_help(self[start]):
+        if start < 0 or self[start].clip != clip or not _is_decode_help(self[start]):
             return []
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
@@ -327,7 +329,7 @@ class CommandReceiver:
         on_idle: Callable[[], None],
         prepare_image: Callable[[ClipRequest], None] = lambda _: None,
     ) -> Iterator[Action]:
-        """Yield this rank's actions until `Stop` has arrived and no action is left.
+        """Yield this rank's actions until the parent has sent `Stop` and no action is left.
 
         Args:
             take_batch: Callback that gets each `ClipBatch` on arrival, and returns this rank's

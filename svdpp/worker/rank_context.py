@@ -23,7 +23,7 @@ class ClipCancelledError(Exception):
 
 @dataclass(kw_only=True)
 class RankContext:
-    """Objects that all actions of a rank share."""
+    """Objects that all actions of a rank share, such as device, transport and writers."""
 
     rank: int
     device: torch.device
@@ -44,7 +44,7 @@ class RankContext:
         self._copies = streams.SideStream(self.device)
 
     def check_not_cancelled(self, clip: int) -> None:
-        """Check that the parent has not cancelled a clip.
+        """Raise a `ClipCancelledError` if the parent has cancelled the clip.
 
         Raises:
             ClipCancelledError: The clip was cancelled.
@@ -53,7 +53,7 @@ class RankContext:
             raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait until a tensor is computed, and return a contiguous copy in host memory.
+        """Wait until a device's tensor is computed; return a contiguous copy in host memory.
 
         Args:
             tensor: Tensor of any shape and dtype on the rank's device.

@@ -96,7 +96,7 @@ class Router:
         )
 
     def schedule(self, requests: Sequence[ClipRequest], first: int) -> Schedule:
-        """Return the action list of each rank for further clips.
+        """Return the action list of each rank for further clips, given their requests.
 
         Args:
             requests: Requests for the clips, with all defaults filled in.
@@ -109,7 +109,7 @@ class Router:
 def resolve_clip_config(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """Return the configuration of a clip with its own sampling parameters.
+    """Return the configuration of a clip that has its own sampling parameters.
 
     Args:
         sampling: Sampling parameters of the clip.

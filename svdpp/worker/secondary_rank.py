@@ -103,7 +103,7 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report an error to rank 0 that prevents this rank from starting.
+    """Report an error to rank 0 that prevents this launched rank from starting.
 
     Args:
         world: World that the launcher gives this process.

@@ -100,13 +100,13 @@ class PipelineStage:
             Kind.SEND: self._send,
             Kind.SEND_FRAMES: self._send_frames,
             Kind.RECV_FRAMES: self._recv_frames,
-            Kind.FREE: lambda action: self._free(self._packet(action).clip),
+            Kind.FREE: lambda action: self._free(self._wait_for_packet(action).clip),
             Kind.DECODE: self._decode,
             Kind.FINISH: self._finish_clip,
         }
 
     def enqueue(self, actions: Sequence[Action], jobs: Iterable[ClipJob]) -> None:
-        """Prepare for later calls of `run`: store the clips' jobs, and begin to read images.
+        """Prepare this rank for the actions of further clips: store jobs, begin to read images.
 
         Args:
             actions: Actions of this rank for further clips.
@@ -135,7 +135,7 @@ class PipelineStage:
         self._images.prepare_early(whole, partial(self._image_ready, whole))
 
     def run(self, action: Action) -> None:
-        """Execute one action, such as a DENOISE or a SEND.
+        """Execute one action of the rank, such as a DENOISE or a SEND.
 
         An error that concerns only one clip is reported to the parent. The clip's packet becomes a
         tombstone, which tells later ranks to drop the clip.
@@ -157,7 +157,7 @@ class PipelineStage:
             self._handlers[action.kind](action)
 
     def idle(self) -> None:
-        """Check that all packets of the finished actions were sent, and report the rank as idle.
+        """Check that all packets of finished actions were sent, and report this rank as idle.
 
         Raises:
             MismatchError: This rank has sent other packets than its actions require. The sender
@@ -168,7 +168,7 @@ class PipelineStage:
         self._reporter.set_position(None)
 
     def finish(self) -> None:
-        """Wait until all packets have been sent and all clips have been written.
+        """Wait until the rank has sent all packets and written all clips.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -215,7 +215,7 @@ class PipelineStage:
             )
             sent = {name: TensorSpec.of(each) for name, each in packet.tensors.items()}
             try:
-                check_tensors(sent, self._expected(action, packet.tensors))
+                check_tensors(sent, self._expected_specs(action, packet.tensors))
             except MismatchError as error:
                 why = f"has other tensors than the model needs: {error}".replace("sent", "found")
                 raise writer.folder.unfit_error(
@@ -232,8 +232,8 @@ class PipelineStage:
         spec = self._model_of(self._sampling_of(action)).latent_spec(action.start)
         return TensorSpec(spec.shape, DTYPES[spec.dtype])
 
-    def _expected(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
-        """Return shape and dtype of the tensors that the packet of an action must have, by name.
+    def _expected_specs(self, action: Action, tensors: Mapping[str, torch.Tensor]) -> Specs:
+        """Return shape and dtype of the tensors that an action's packet must have, by name.
 
         The model determines the spec of the latent. The packet's tensor `structure` lists all other
         tensors, such as results of the encode. A packet must also have the same tensors as the
@@ -272,7 +272,7 @@ class PipelineStage:
         self._transport.sent.clear()
 
     def _denoise(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         denoising = Denoising(self._context, action, packet)
         if not packet.tombstone:
             with self._isolate_failure(packet), self._timed(action):
@@ -285,10 +285,10 @@ class PipelineStage:
 
     def _share(self, action: Action) -> None:
         # A copy is sent, because this rank may drop the clip while the packet is being sent.
-        self._send_packet(action, replace(self._packet(action)))
+        self._send_packet(action, replace(self._wait_for_packet(action)))
 
     def _send(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         writer, key = self._context.checkpoint_writer, self._jobs[action.clip].request.latents_key
         if writer is not None and key is not None and not packet.tombstone:
             with self._waiting(action, "send"):
@@ -301,7 +301,7 @@ class PipelineStage:
             self._transport.send(packet, action.peer, _channel_of(action))
 
     def _decode(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         if packet.tombstone:
             return
         if action.helps:
@@ -323,14 +323,14 @@ class PipelineStage:
             self._audio[clip] = model.audio
 
     def _send_frames(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         packet.tensors = {} if packet.tombstone else self._parts[action.clip][0]
         self._send_packet(action, packet)
         self._helps.remove(action.clip)
         self._free(action.clip)
 
     def _recv_frames(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         self._recv(action)
         with self._waiting(action):
             # The shape of the other part is derived from this rank's own part. If this rank has
@@ -362,7 +362,7 @@ class PipelineStage:
         return {name: TensorSpec(*spec) for name, spec in specs.items()}
 
     def _finish_clip(self, action: Action) -> None:
-        packet = self._packet(action)
+        packet = self._wait_for_packet(action)
         if not packet.tombstone:
             # the writer thread needs only the latent
             packet.tensors = {LATENTS: packet.tensors[LATENTS]}
@@ -373,7 +373,7 @@ class PipelineStage:
             self._reporter.send(ClipDropped(clip=action.clip))
         self._free(action.clip)
 
-    def _packet(self, action: Action) -> Packet:
+    def _wait_for_packet(self, action: Action) -> Packet:
         """Wait for the packet of an action's clip, and return it.
 
         If the clip is cancelled, the packet is turned into a tombstone: a packet without tensors.
@@ -381,7 +381,7 @@ class PipelineStage:
         pending = self._pending.pop(action.clip, None)
         if pending is not None:
             with self._waiting(action):
-                self._packets[action.clip] = pending.wait(partial(self._expected, action))
+                self._packets[action.clip] = pending.wait(partial(self._expected_specs, action))
         packet = self._packets[action.clip]
         if not packet.tombstone and self._context.is_cancelled(action.clip):
             packet.make_tombstone()
@@ -426,7 +426,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report the seconds that the `with` block takes, and the seconds of the waits before it.
+        """Report to the parent the seconds of an action in the `with` block, and of waits before.
 
         Args:
             action: ENCODE, DENOISE or DECODE that the block runs.
@@ -474,7 +474,7 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 
 
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
-    """Return the spec that a received tensor must have, given the first packet of the same kind.
+    """Return the spec that a packet's tensor must have, given the first packet of the same kind.
 
     Results of the encode, and tensors in the state of a modular pipeline, depend on prompt and
     image. Their sizes may differ from the first packet, but not their dtype and number of

@@ -21,7 +21,7 @@ _SAMPLE_SECONDS = 1.0
 
 
 class StatsSampler:
-    """Thread that sends `RankStats` at its start, every second, and at its end.
+    """Thread that sends samples of a rank (`RankStats`) at its start, every second, and at its end.
 
     Args:
         send: Callback that gets each sample. It is called in the sampler's thread, and for the last
@@ -46,13 +46,14 @@ class StatsSampler:
         self._thread = threading.Thread(target=self._run, name="stats", daemon=True)
 
     def start(self) -> None:
-        """Start the sampling thread."""
+        """Start the thread that samples a rank's process and GPU."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread and send a last sample, with the GPU's values of the previous sample.
+        """Stop the thread that samples a rank, and send a last sample.
 
-        The call waits at most a second for the thread, which a hanging driver may block.
+        The sample has the GPU's values of the previous sample. The call waits at most a second for
+        the thread, which a hanging driver may block.
         """
         self._stopped.set()
         self._thread.join(timeout=_SAMPLE_SECONDS)
@@ -61,7 +62,7 @@ class StatsSampler:
     def _run(self) -> None:
         # An OSError means that the parent has ended. Nobody needs samples then.
         with contextlib.suppress(OSError), gpus.open_nvml() as nvml:
-            handle = None if nvml is None or self._uuid is None else _handle(nvml, self._uuid)
+            handle = None if nvml is None or self._uuid is None else _nvml_handle(nvml, self._uuid)
             while True:
                 self._gpu = {} if handle is None else read_gpu(nvml, handle)
                 self._send(self._sample())
@@ -89,7 +90,7 @@ def _torch_bytes(device: torch.device) -> dict[str, int]:
     }
 
 
-def _handle(nvml: Any, uuid: str) -> Any:
+def _nvml_handle(nvml: Any, uuid: str) -> Any:
     """Return the handle by which NVML identifies a GPU; None if NVML does not know the GPU."""
     name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
     try:
@@ -99,7 +100,7 @@ def _handle(nvml: Any, uuid: str) -> Any:
 
 
 def read_gpu(nvml: Any, handle: Any) -> dict[str, float | int | None]:
-    """Return load, memory and power of a GPU as fields of `RankStats`.
+    """Return load, memory and power of a GPU, read with NVML, as fields of `RankStats`.
 
     Args:
         nvml: Initialised module `pynvml`, which creates no CUDA context.

@@ -56,7 +56,7 @@ class LatentCheckpoints:
         self._weights = dict(weights or {})
 
     def save(self, key: str, packet: Packet, in_host_memory: Sequence[str] = ()) -> None:
-        """Write a packet, and remove the packets of earlier steps of the same clip.
+        """Write a clip's packet to a latent checkpoint; remove the clip's earlier checkpoints.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
@@ -124,7 +124,7 @@ class LatentCheckpoints:
         )
 
     def load(self, key: str, clip: int, step: int, device: torch.device, name: str = "") -> Packet:
-        """Return the packet that was written after `step` steps.
+        """Return a clip's packet from the latent checkpoint that was written after `step` steps.
 
         Args:
             key: Key of the clip; see `config.pipeline.latents_key`.
@@ -173,7 +173,7 @@ class LatentCheckpoints:
 
 
 def checkpoint_path(folder: Path, key: str, step: int) -> Path:
-    """Return the path of the file for a packet after `step` steps, whether or not it exists.
+    """Return the path of a clip's latent checkpoint after `step` steps, whether or not it exists.
 
     Args:
         folder: Folder of the latent checkpoints.
@@ -185,18 +185,18 @@ def checkpoint_path(folder: Path, key: str, step: int) -> Path:
 
 
 def list_checkpoints(folder: Path) -> set[tuple[str, int]]:
-    """Return (key, finished steps) of all packets in a folder; empty if there is no such folder."""
+    """Return (key, finished steps) of all latent checkpoints in a folder, which need not exist."""
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
     return {(match[1], int(match[2])) for match in map(_CHECKPOINT.fullmatch, names) if match}
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Return the sorted numbers of finished steps of the packets with `key` in a folder."""
+    """Return the sorted numbers of finished steps of a clip's latent checkpoints in a folder."""
     return sorted(step for other, step in list_checkpoints(folder) if other == key)
 
 
 def remove_checkpoints(folder: Path, key: str) -> None:
-    """Remove all packets with `key` from a folder."""
+    """Remove all latent checkpoints with `key` (of one clip) from a folder."""
     for step in saved_steps(folder, key):
         checkpoint_path(folder, key, step).unlink(missing_ok=True)
 
@@ -236,7 +236,7 @@ _STORED = re.compile(r"clip\d+_(step\d+(_branch\d)?|audio|frames)", re.ASCII)
 
 
 def audio_hashes(audio: Audio | None) -> dict[str, Any]:
-    """Return the hash and the sample rate of a clip's sound, as metadata.
+    """Return the hash and the sample rate of a clip's sound, as fields of the clip's metadata.
 
     Args:
         audio: Sound in host memory, int16 of shape (N, channels). None: the clip has no sound, and
@@ -266,7 +266,7 @@ class TensorStore:
         self._keep = self.put if send is None else send
 
     def put(self, name: str, data: bytes) -> None:
-        """Write a file that another process has sent.
+        """Write a file of tensors, which another process has sent, to the store for verification.
 
         Raises:
             ValueError: `name` is not the name of a file in a tensor store.
@@ -276,7 +276,7 @@ class TensorStore:
         (self._folder / name).write_bytes(data)
 
     def keep(self, clip: int, name: str, tensors: Tensors) -> None:
-        """Store CPU tensors of a clip under a name such as `step7`.
+        """Store CPU tensors of a clip for verification, under a name such as `step7`.
 
         Args:
             clip: Index of the clip.
@@ -287,7 +287,7 @@ class TensorStore:
         self._keep(f"clip{clip}_{name}", save(contiguous))
 
     def load(self, clip: int, name: str) -> Tensors:
-        """Return the tensors of a clip that were stored under a name.
+        """Return the tensors of a clip that are kept for verification under a name such as `step7`.
 
         Raises:
             FileNotFoundError: No tensors of this clip were stored under this name.
@@ -296,11 +296,11 @@ class TensorStore:
         return tensors
 
     def has(self, clip: int, name: str) -> bool:
-        """Whether tensors of a clip are stored under a name."""
+        """Whether tensors of a clip are kept for verification under a name such as `step7`."""
         return (self._folder / f"clip{clip}_{name}").exists()
 
     def forget(self, clip: int, *names: str) -> None:
-        """Remove the tensors of a clip that are stored under the given names, if there are any."""
+        """Remove a clip's tensors that were kept for verification under the given names, if any."""
         for name in names:
             (self._folder / f"clip{clip}_{name}").unlink(missing_ok=True)
 

@@ -189,7 +189,7 @@ for _ in range(100):  # so many that the kills take longer than Python lets a th
     child = subprocess.Popen(["sleep", "600"], stdout=subprocess.PIPE)
     threading.Thread(target=wait, args=[child], daemon=True).start()
 for _ in range(20):
-    process_lifetime.make_folder("svdpp-test-")
+    process_lifetime.make_temp_folder("svdpp-test-")
 getattr(process_lifetime, sys.argv[2])(15)
 """
 
@@ -211,7 +211,7 @@ from svdpp.launch import process_lifetime
 
 def make():
     while True:
-        process_lifetime.make_folder("svdpp-test-")
+        process_lifetime.make_temp_folder("svdpp-test-")
         made.set()
 
 made = threading.Event()
@@ -241,9 +241,9 @@ import shutil
 from multiprocessing import util
 from svdpp.launch import process_lifetime
 
-process_lifetime.make_folder("svdpp-test-")
+process_lifetime.make_temp_folder("svdpp-test-")
 shutil.rmtree(util.get_temp_dir())
-made = process_lifetime.make_folder("svdpp-test-")
+made = process_lifetime.make_temp_folder("svdpp-test-")
 assert made.parent.stat().st_mode & 0o777 == 0o700
 """
 
@@ -273,7 +273,7 @@ def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
 _ADDRESS = """
 from multiprocessing import connection
 from svdpp.launch import process_lifetime
-folder = process_lifetime.make_folder("svdpp-test-")
+folder = process_lifetime.make_temp_folder("svdpp-test-")
 address = connection.arbitrary_address("AF_UNIX")
 assert str(folder.parent) == address.rpartition("/")[0]
 assert len(address) <= 107, address
