@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from svdpp.config import AddedFile, ModelConfig
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.files import display_name
-from svdpp.models.hashes import file_sha256
+from svdpp.models.hashes import cached_sha256
 from svdpp.models.hub import hub_errors, snapshot_commit
 
 _File = TypeVar("_File", bound=AddedFile)
@@ -85,7 +85,7 @@ def find_file(
             raise ModelError(f"only {kind} files are read", "convert the file")
         content = check(path)
         if is_hashed:
-            sha256 = file_sha256(path)
+            sha256 = cached_sha256(path)
     except ModelError as error:
         message = f"{label}: {error.message}"
         raise ModelError(message, error.hint, details=error.details) from error

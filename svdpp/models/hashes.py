@@ -42,10 +42,10 @@ def hash_files(paths: Iterable[Path]) -> dict[Path, str]:
     """
     listed = list(paths)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return dict(zip(listed, pool.map(file_sha256, listed), strict=True))
+        return dict(zip(listed, pool.map(cached_sha256, listed), strict=True))
 
 
-def file_sha256(path: Path) -> str:
+def cached_sha256(path: Path) -> str:
     """Return the SHA-256 of a whole file, in hex, from the cache if the file has not changed.
 
     Args:

@@ -348,7 +348,7 @@ def _decode_actions(route: Route) -> Iterator[Action]:
         yield Action.at(Kind.RECV_FRAMES, clip, end, rank, part)
 
 
-def _helps(route: Route, share: DecodeShare) -> tuple[Action, ...]:
+def _help_actions(route: Route, share: DecodeShare) -> tuple[Action, ...]:
     """Return the actions of a rank that decodes one part of a clip for the route's last rank."""
     clip, last = route.clip, route.ranges[-1]
     return (
@@ -363,7 +363,7 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
             receive = Action.at(Kind.RECV, clip, last.end, last.rank, share.part)
-            yield share.rank, _Visit(None, (receive, *_helps(route, share)))
+            yield share.rank, _Visit(None, (receive, *_help_actions(route, share)))
 
 
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
@@ -382,7 +382,7 @@ def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
         ends: tuple[Action, ...] = (Action.at(Kind.FREE, route.clip, part.end),)
         for share in route.shares:
             if route.has_latent(share.rank):
-                ends = _helps(route, share)
+                ends = _help_actions(route, share)
         if part is not parts[-1]:
             ends = (Action.at(Kind.SEND, route.clip, part.end, parts[index + 1].rank + 1),)
         denoise = Action(Kind.DENOISE, route.clip, part.start, part.end, part.rank)

@@ -269,7 +269,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     starts = {span.clip: span.start for span in sorted(spans, key=lambda each: -each.start)}
     ends = {span.clip: span.end for span in spans}
     finishers = {span.clip: span.rank for span in spans if not span.action.helps}
-    return sum_up(
+    return summarise_clips(
         [(starts[clip], ends[clip]) for clip in sorted(starts)],
         busy=sum(span.end - span.start for span in spans),
         world_size=world_size,
@@ -277,7 +277,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     )
 
 
-def sum_up(
+def summarise_clips(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
     """Compute the times of a run from the start and end of each clip.
@@ -397,7 +397,7 @@ def _forecast(layout: Layout, num_clips: int) -> Forecast:
             times = list(clip_times((times for times, _ in pairs), layout.costs.transfer))
         clips[replica :: layout.data_parallel_size] = times
         busy += seconds
-    return sum_up(
+    return summarise_clips(
         clips,
         busy=busy,
         world_size=layout.world_size,

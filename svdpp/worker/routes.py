@@ -136,9 +136,9 @@ def resolve_clip_config(
     tiles: tuple[int, ...] = ()
     if config.model.vae_tiling and checkpoint.spec.decodes_in_tiles:
         # This imports diffusers, which takes seconds.
-        from svdpp.models.engine.tiles import count_tiles
+        from svdpp.models.engine.tiles import tile_sizes
 
-        tiles = count_tiles(checkpoint, sampling)
+        tiles = tile_sizes(checkpoint, sampling)
     return replace(config, sampling=sampling, expert_boundary=boundary, tiles=tiles)
 
 

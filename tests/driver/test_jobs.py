@@ -48,7 +48,7 @@ from svdpp.media import output_files, video
 from svdpp.media.images import MediaFile, read_image
 from svdpp.media.inputs import ClipInput
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.hashes import file_sha256
+from svdpp.models.hashes import cached_sha256
 from svdpp.models.memory import estimate
 from svdpp.plan.roles import Roles
 from svdpp.verification import verify
@@ -154,7 +154,7 @@ def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
     assert [request.prompt for request in plan.requests] == [
         f"clip {index}" for index in (0, 3, 1, 4, 2, 5)
     ]
-    hashes = [file_sha256(file) for file in files]
+    hashes = [cached_sha256(file) for file in files]
     found = [
         [(lora["name"], lora["weight"], lora["sha256"]) for lora in each.get("lora", ())]
         for each in plan.metadata

@@ -31,7 +31,7 @@ from svdpp.errors import ClosedError, ModelError, NotFiniteError, RequestError
 from svdpp.media.images import fit_image, read_image
 from svdpp.media.inputs import example_images
 from svdpp.media.video import frames_sha256, read_frames
-from svdpp.models.hashes import file_sha256
+from svdpp.models.hashes import cached_sha256
 from svdpp.plan.actions import Kind
 from svdpp.verification.verify import run_reference
 from svdpp.worker.messages import parse
@@ -69,7 +69,7 @@ def test_loras_of_requests_are_found_and_checked_when_they_are_submitted(tmp_pat
         return scheduler.resolve_requests([request])[0].loras
 
     lora = Lora(name=str(file), weight=0.5)
-    resolved = replace(lora, sha256=file_sha256(file))
+    resolved = replace(lora, sha256=cached_sha256(file))
     assert found(lora, replace(lora, weight=2.0)) == (resolved, replace(resolved, weight=2.0))
     assert found(resolved) == (resolved,)
     with pytest.raises(RequestError, match="has one denoiser"):

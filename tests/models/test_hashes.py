@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from svdpp.models import hashes
-from svdpp.models.hashes import file_sha256
+from svdpp.models.hashes import cached_sha256
 from tests.support.range_checks import read_folder
 
 
@@ -40,14 +40,14 @@ def test_a_file_is_read_again_only_after_a_change(
     path = tmp_path / "a"
     path.write_bytes(b"first")
     expected = hashlib.sha256(b"first").hexdigest()
-    assert [file_sha256(path), file_sha256(path)] == [expected] * 2
+    assert [cached_sha256(path), cached_sha256(path)] == [expected] * 2
     forget(monkeypatch)
-    assert file_sha256(path) == expected
+    assert cached_sha256(path) == expected
     assert read == ["a"]
     times = path.stat()
     path.write_bytes(b"other")  # with the same size and modification time
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert file_sha256(path) == hashlib.sha256(b"other").hexdigest()
+    assert cached_sha256(path) == hashlib.sha256(b"other").hexdigest()
     assert read == ["a", "a"]
 
 
@@ -57,7 +57,7 @@ def test_a_file_that_may_still_change_is_not_remembered(
     monkeypatch.setattr(hashes, "SETTLED_SECONDS", 60.0)
     path = tmp_path / "a"
     path.write_bytes(b"first")
-    assert file_sha256(path) == file_sha256(path)
+    assert cached_sha256(path) == cached_sha256(path)
     assert read == ["a", "a"]
 
 
@@ -70,10 +70,10 @@ def test_a_damaged_cache_is_as_good_as_none(
     cache = tmp_path / "cache" / "svdpp" / "sha256.json"
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
-    assert file_sha256(path) == hashlib.sha256(b"first").hexdigest()
+    assert cached_sha256(path) == hashlib.sha256(b"first").hexdigest()
     forget(monkeypatch)
     monkeypatch.setattr(hashes, "_cache_path", lambda: Path("/proc/none/sha256.json"))
-    assert file_sha256(path) == hashlib.sha256(b"first").hexdigest()
+    assert cached_sha256(path) == hashlib.sha256(b"first").hexdigest()
 
 
 def test_a_weight_that_the_fingerprint_does_not_sample_changes_a_files_hash(folder: Path) -> None:

@@ -14,7 +14,7 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.errors import ModelError, RequestError
 from svdpp.models.base import Tensors
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.engine.tiles import count_tiles
+from svdpp.models.engine.tiles import tile_sizes
 from svdpp.plan.layout import divide_chunks
 from tests.models.test_registry import TinyModels
 from tests.support.range_checks import TinyModel, check_every_cut, nothing, whole_clip
@@ -86,7 +86,7 @@ def test_tiles_of_several_ranks_are_blended_to_the_frames_of_one(
     tiny_model = tiled(tiny_models, name)
     packet, model = finished(tiny_model), tiny_model.decoder
     whole, sound = model.decode(packet), model.audio
-    sizes = count_tiles(tiny_model.checkpoint, tiny_model.sampling)
+    sizes = tile_sizes(tiny_model.checkpoint, tiny_model.sampling)
     assert len(sizes) > 1
     for count in {2, len(sizes)}:
         ranges = divide_chunks(sizes, count)
@@ -107,7 +107,7 @@ def test_tiles_of_several_ranks_are_blended_to_the_frames_of_one(
 
 def test_other_tiles_than_planned_are_refused(tiny_models: TinyModels) -> None:
     tiny_model = tiled(tiny_models, "wan")
-    part = divide_chunks(count_tiles(tiny_model.checkpoint, tiny_model.sampling), 2)[0]
+    part = divide_chunks(tile_sizes(tiny_model.checkpoint, tiny_model.sampling), 2)[0]
     with pytest.raises(ModelError, match=r"176 latent positions in all, but 177 were") as caught:
         tiny_model.decoder.decode_part(finished(tiny_model), part._replace(total=part.total + 1))
     assert caught.value.details == {"positions": 176, "planned": 177}

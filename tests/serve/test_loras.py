@@ -14,7 +14,7 @@ import pytest
 from svdpp.config import Lora, LtxSampling, ModelConfig, PipelineConfig, WanSampling
 from svdpp.errors import RequestError
 from svdpp.models.checkpoint import find_checkpoint
-from svdpp.models.hashes import file_sha256
+from svdpp.models.hashes import cached_sha256
 from svdpp.models.lora_files import loras_in_folder
 from svdpp.serve.auth import Owner
 from svdpp.serve.batch_table import Batch, BatchState
@@ -52,7 +52,7 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     files = {name: tmp_path / f"{name}.safetensors" for name in ("slow", "style")}
     for seed, file in enumerate(files.values()):
         save_tiny_lora(ltx, file, seed=seed)
-    hashes = {name: file_sha256(file) for name, file in files.items()}
+    hashes = {name: cached_sha256(file) for name, file in files.items()}
     server = capabilities_of(ltx, tmp_path)
     assert server.to_json()["loras"] == [
         {"name": name, "sha256": sha256} for name, sha256 in hashes.items()
@@ -210,7 +210,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
     """
     model, loras, owner = save_tiny_wan(tmp_path / "wan"), tmp_path / "loras", Owner("")
     save_tiny_lora(model, loras / "style.safetensors", seed=1)
-    style = {"name": "style", "sha256": file_sha256(loras / "style.safetensors")}
+    style = {"name": "style", "sha256": cached_sha256(loras / "style.safetensors")}
     with fleet_of_two(model, loras, tmp_path / "data", database) as (holder, other):
 
         def request(server: Service, lora: str) -> Job:

@@ -247,7 +247,7 @@ def _latent_divisor(sampling: Any, step: int) -> int:
     return int(2 ** (_STAGES - 1 - stage))
 
 
-def _distilled_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
+def _distilled_latent_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
     """Return the dtype of the latent after a number of steps.
 
     A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. Any
@@ -329,7 +329,7 @@ HELIOS_DISTILLED = replace(
     image_pipeline="HeliosPyramidDistilledModularPipeline",
     schedulers=("HeliosDMDScheduler",),
     branches=None,  # the pipeline has no guidance
-    latent_dtype=_distilled_dtype,
+    latent_dtype=_distilled_latent_dtype,
     modular=ModularSpec(
         blocks=("HeliosPyramidDistilledAutoBlocks",), latent_divisor=_latent_divisor
     ),

@@ -150,7 +150,7 @@ class RangeCall:
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._records.paused = True
-            self._begin_step()
+            self._begin_step_or_stop()
             if self._index < self.start:
                 return self._phantom_output()
             if getattr(module, "is_skeleton", False):
@@ -177,7 +177,7 @@ class RangeCall:
         """Whether the current step is the last step of the range."""
         return self.end is not None and self._index == self.end - 1
 
-    def _begin_step(self) -> None:
+    def _begin_step_or_stop(self) -> None:
         """Begin a new step, if `scheduler.step` was called since the last call of a denoiser.
 
         Raises:

@@ -161,18 +161,18 @@ def tile_specs(
     return specs
 
 
-def count_tiles(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int, ...]:
+def tile_sizes(checkpoint: Checkpoint, sampling: SamplingConfig) -> tuple[int, ...]:
     """Return the number of latent positions in each tile of a clip's decode, in order.
 
     Args:
         checkpoint: Checkpoint of the model. Only its configs are read.
         sampling: Resolved sampling parameters.
     """
-    return _count_tiles(checkpoint, sampling.frames, sampling.height, sampling.width)
+    return _tile_sizes(checkpoint, sampling.frames, sampling.height, sampling.width)
 
 
 @functools.lru_cache(64)
-def _count_tiles(
+def _tile_sizes(
     checkpoint: Checkpoint, num_frames: int, height: int, width: int
 ) -> tuple[int, ...]:
     vae = _vae_without_weights(checkpoint)
