@@ -56,7 +56,7 @@ _START_SECONDS = 300.0  # long enough for a loaded machine
 
 
 class Command:
-    """Process of a command, in a new session and with its own temporary folder.
+    """Process of a svdpp command into which a test injects faults, with its own temporary folder.
 
     Args:
         arguments: Arguments of `svdpp`. If `-m` is among them, they are arguments of Python, in
@@ -105,7 +105,7 @@ class Command:
         return self._stderr.read_text()
 
     def event(self, **wanted: Any) -> None:
-        """Wait for an event of a rank that has the given values in its fields."""
+        """Wait for an event of a rank of the command that has the given values in its fields."""
 
         def is_heard() -> bool:
             has_ended = self.process.poll() is not None
@@ -145,9 +145,7 @@ class Command:
         return now
 
     def end(self, fault: float, bound: float) -> int:
-        """Wait for the command's end, at most until `bound` seconds after `fault`; return its exit
-        code.
-        """
+        """Wait for the command's end, within `bound` seconds of `fault`; return its exit code."""
         bound = allowing_for_others(bound)
         try:
             self.process.wait(max(0.0, fault + bound - time.monotonic()))
@@ -157,7 +155,7 @@ class Command:
         return self.process.returncode
 
     def assert_gone(self, seconds: float = 1.0) -> None:
-        """Check that no process, zombie or temporary file is left. All clips must be complete."""
+        """Check that the command left no process or temporary file, and only complete clips."""
         self._seen.update(self.pids())
         seconds = allowing_for_others(seconds)
         orphans = self._seen - {self.process.pid}
@@ -174,7 +172,7 @@ class Command:
                 assert clip.with_suffix(".mp4.json").exists()
 
     def discard(self) -> None:
-        """Kill the processes that a failed test has left."""
+        """Kill the processes that a failed test's command has left."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -194,7 +192,7 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def start(home: Path) -> Iterator[StartCommand]:
-    """Function that starts a command.
+    """Function that starts a command of svdpp in a new process.
 
     After the test, check that nothing of the commands is left.
     """

@@ -58,7 +58,7 @@ def _warm_fork_server() -> None:
 
 @pytest.fixture
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Temporary folder of this process and its ranks. Check after the test that nothing is left."""
+    """Temporary folder of a test and its ranks. Check after the test that nothing is left."""
     ranks_before, before = set(_ranks().values()), _temporary_names()
     with monkeypatch.context() as patches:  # ends before the checks below
         patches.setattr(tempfile, "tempdir", str(home))
@@ -70,7 +70,7 @@ def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
 
 
 def _ranks() -> dict[int, int]:
-    """Return the process ids of this process's ranks, by rank."""
+    """Return the process ids of the ranks that this process has started, by rank."""
     return ranks_below(_folder_of_runs())
 
 
@@ -88,7 +88,7 @@ def _clips(image: str | None = None) -> list[ClipRequest]:
 
 
 def _is_at(stop: Damage, rank: int, event: Event) -> bool:
-    """Return whether an event shows that the rank of `stop` has reached the place of `stop`."""
+    """Return whether an event shows that the faulty rank has reached the place of its fault."""
     if not isinstance(event, Heartbeat) or stop.place == "start":
         return isinstance(event, Heartbeat)  # of another rank, as a rank at "start" sends nothing
     if rank != stop.rank:

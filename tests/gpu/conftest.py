@@ -21,7 +21,7 @@ from tests.support.families.svd import svd_scheduler
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of this folder, and skip those that this machine cannot run."""
+    """Mark the GPU tests, and skip those that this machine cannot run."""
     machine, here = find_machine(), Path(__file__).parent
     for item in items:
         if here not in item.path.parents:
@@ -44,7 +44,7 @@ def machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def report() -> Report:
-    """Report of measured values.
+    """Report of the values that the GPU tests measure.
 
     Its files are in the folder GPU_REPORT, or in the working folder.
     """
@@ -55,7 +55,7 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoint of SVD-XT's size with random weights in fp16; a tiny one if sizes are small."""
+    """Folder of a random checkpoint of SVD-XT's size; of a tiny one if sizes are small."""
     folder = tmp_path_factory.mktemp("full-size") / "model"
     return save_tiny_checkpoint(folder) if machine.is_small else _save_full_size(folder)
 

@@ -29,7 +29,7 @@ def _held_by(pid: int) -> list[str]:
 
 
 def main() -> None:
-    """Make one clip of the dummy model, and print the UUIDs."""
+    """Make a clip, and print the UUIDs of the GPUs on which its processes have CUDA contexts."""
     device, world_size = sys.argv[1], int(sys.argv[2])
     config = PipelineConfig(
         world_size=world_size,

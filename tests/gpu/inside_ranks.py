@@ -20,7 +20,7 @@ _kept: list[torch.Tensor] = []
 
 
 def _take_what_is_free() -> None:
-    """Allocate all free memory of this thread's device."""
+    """Allocate all free memory of this thread's GPU."""
     torch.cuda.empty_cache()
     size = torch.cuda.mem_get_info()[0]
     while size >= 4096:
@@ -32,7 +32,7 @@ def _take_what_is_free() -> None:
 
 @dataclass(frozen=True)
 class FullDevice(Damage):
-    """Fault that leaves no free memory on the rank's device, from its place on.
+    """Fault that fills the memory of a rank's GPU, when the rank reaches the fault's place.
 
     Args:
         caching: Whether torch's caching allocator is used. If False, all requests go to CUDA
@@ -49,9 +49,7 @@ class FullDevice(Damage):
 
 @dataclass(frozen=True)
 class Fragmented(Damage):
-    """Fault that makes the allocator return its cached blocks to CUDA, because memory is
-    fragmented.
-    """
+    """Fault that fragments a GPU's memory: the allocator returns its cached blocks to CUDA."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         if self.is_at(rank, clip, place):
@@ -64,7 +62,7 @@ class Fragmented(Damage):
 
 @dataclass(frozen=True)
 class Watched(Damage):
-    """Check of all ranks for races on the device.
+    """Injected check of all ranks for races on the GPU by torch's CUDA Sanitizer.
 
     The races that a rank finds are in its file in `folder`.
 
@@ -102,7 +100,7 @@ def _watch(path: Path) -> None:
 
 
 class _Handler(_sanitizer.EventHandler):
-    """Event handler that serves one thread at a time, and writes races to a file."""
+    """CUDA Sanitizer's handler that serves one thread at a time, and writes races to a file."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -138,7 +136,7 @@ class _OtherThread(_sanitizer.CUDASanitizerDispatchMode):
 
 
 class HostWaits(TorchDispatchMode):
-    """Counter of the operations that make a thread wait for the device.
+    """Counter of the operations that make a thread wait for the GPU.
 
     The thread is the one that creates the object. `for_queue` counts reads, blocking copies and
     synchronisations, which wait for all queued kernels. `for_events` counts waits for an event,
@@ -183,9 +181,7 @@ def _waits_for_queue(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 
 @dataclass(frozen=True)
 class Counted(Damage):
-    """Counter of waits. It appends `STEP FOR_QUEUE FOR_EVENTS` to the file `until` before each
-    step.
-    """
+    """Injected counter of a rank's waits for the GPU, written to a file before each step."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:
         if place == "load":

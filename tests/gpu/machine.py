@@ -35,7 +35,7 @@ PHOTOS = [str(path) for path in example_images()]
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine on which the tests run.
+    """Machine on which the GPU tests run: the GPUs, or the CPU in a rehearsal.
 
     Args:
         is_rehearsal: Whether the CPU takes the place of the GPUs.
@@ -52,13 +52,13 @@ class Machine:
         return 2 if self.is_rehearsal else self.num_gpus
 
     @property
-    def own(self) -> str:
-        """Value of `device` for ranks that each have their own device."""
+    def own_device(self) -> str:
+        """Value of `device` if each rank has its own: `cuda`, or `cpu` in a rehearsal."""
         return "cpu" if self.is_rehearsal else "cuda"
 
     @property
-    def shared(self) -> str:
-        """Value of `device` for ranks that share one device."""
+    def shared_device(self) -> str:
+        """Value of `device` if all ranks share one: `cuda:0`, or `cpu` in a rehearsal."""
         return "cpu" if self.is_rehearsal else "cuda:0"
 
     @property
@@ -67,11 +67,9 @@ class Machine:
 
     @property
     def everywhere(self) -> tuple[int, str]:
-        """Number of ranks and `device` of a run on all GPUs: a rank on each, or three on a single
-        GPU.
-        """
+        """Number of ranks and `device` of a run on all GPUs; three ranks on a single GPU."""
         is_one = self.is_rehearsal or self.num_gpus == 1
-        return (3, self.shared) if is_one else (self.num_gpus, self.own)
+        return (3, self.shared_device) if is_one else (self.num_gpus, self.own_device)
 
     def all_devices(self, **changes: Any) -> PipelineConfig:
         world_size, device = self.everywhere
@@ -83,7 +81,7 @@ class Machine:
         chosen = {
             "model": ModelConfig(name="demo", dtype=self.dtype),
             "sampling": self.sampling(num_inference_steps=steps),
-            "device": self.shared,
+            "device": self.shared_device,
             **changes,
         }
         return PipelineConfig(world_size=world_size, **chosen)
@@ -98,7 +96,7 @@ class Machine:
             "world_size": self.world_size,
             "model": ModelConfig(name=str(folder), dtype=self.dtype),
             "sampling": SvdSampling(num_inference_steps=14, decode_chunk_size=8, **size),
-            "device": self.own,
+            "device": self.own_device,
         }
         return PipelineConfig(**{**chosen, **changes})
 
@@ -108,9 +106,7 @@ class Machine:
         return SvdSampling(**{**chosen, **changes})
 
     def requests(self, count: int) -> list[ClipRequest]:
-        """Return `count` requests, with different seeds and images. If sizes are small, at most
-        three.
-        """
+        """Return requests with different seeds and images, at most three if sizes are small."""
         numbers = range(min(count, 3) if self.is_small else count)
         return [ClipRequest(seed=n, image=PHOTOS[n % len(PHOTOS)]) for n in numbers]
 
@@ -123,19 +119,19 @@ class Machine:
 
     @property
     def steps(self) -> list[str]:
-        """Command-line options for two steps on each rank."""
+        """Command-line options for two steps on each rank of a run on all GPUs."""
         return ["--steps", str(2 * self.everywhere[0])]
 
 
 def find_machine() -> Machine:
-    """Return this machine, without creating a CUDA context."""
+    """Return the machine on which the GPU tests run, without creating a CUDA context."""
     is_rehearsal = os.environ.get(REHEARSAL) == "1"
     is_small = is_rehearsal or os.environ.get(SIZE) == "small"
     return Machine(len(gpus.visible_gpus()), is_rehearsal, is_small)
 
 
 def svdpp(*arguments: str, code: int = 0) -> str:
-    """Run a command of svdpp, which must end with exit code `code`.
+    """Run a command of svdpp, check its exit code, and return its stdout, or stderr after an error.
 
     Return its stdout, or its stderr if `code` is not 0. The command runs in a new process, because
     this process may have a CUDA context. A rehearsal runs it in this process, which saves imports.
@@ -148,7 +144,7 @@ def svdpp(*arguments: str, code: int = 0) -> str:
 
 
 def python(*arguments: str, code: int = 0, **variables: str) -> str:
-    """Run Python in a new process; check and return the same as `svdpp`."""
+    """Run Python in a new process, check its exit code, and return stdout, or stderr on errors."""
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,
@@ -164,7 +160,7 @@ def python(*arguments: str, code: int = 0, **variables: str) -> str:
 def seconds_until_named(
     pipeline: Pipeline, requests: list[ClipRequest], number: signal.Signals, kind: type = StepDone
 ) -> float:
-    """Send a signal to rank 1 at its first event of `kind`, and check that the error names rank 1.
+    """Signal rank 1 in a run; return the seconds until the run ends with an error that names it.
 
     Return the seconds from the signal to the end of the run.
     """
@@ -183,7 +179,7 @@ def seconds_until_named(
 
 @dataclass
 class Report:
-    """Values that the tests measure, written as `gpu-report.json` and as a Markdown table."""
+    """Values that the GPU tests measure, written as JSON and as a Markdown table."""
 
     folder: Path
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -199,7 +195,7 @@ class Report:
         assert result.bitwise, result.first_difference
 
     def write(self) -> None:
-        """Write the values so far, so that an interrupted test session leaves them too."""
+        """Write the report of the values so far, so that an interrupted session leaves them too."""
         found = {"schema_version": 1, "environment": environment(), "figures": self.figures}
         (self.folder / "gpu-report.json").write_text(json.dumps(found, indent=2, default=str))
         (self.folder / "gpu-report.md").write_text(self._markdown(found["environment"]))

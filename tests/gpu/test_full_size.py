@@ -50,7 +50,7 @@ def _verified(
 
 
 def _config(machine: Machine, folder: Path, world_size: int = 2) -> PipelineConfig:
-    config = machine.full_size(folder, world_size=world_size, device=machine.shared)
+    config = machine.full_size(folder, world_size=world_size, device=machine.shared_device)
     return replace(config, sampling=replace(config.sampling, num_inference_steps=4))
 
 

@@ -24,7 +24,7 @@ def _launched(
     code: int = 0,
     **variables: str,
 ) -> str:
-    """Run `svdpp` under torchrun, and return what `python` returns.
+    """Run a command of svdpp under torchrun, and return its stdout, or stderr after an error.
 
     `setting` is a shell assignment that each rank evaluates, as `A=$LOCAL_RANK`.
     """

@@ -46,13 +46,13 @@ def _config(family: Case, machine: Machine, folder: Path, world_size: int) -> Pi
         world_size=world_size,
         model=ModelConfig(name=str(folder), dtype="fp32"),
         sampling=family.config(num_inference_steps=STEPS),
-        device=machine.shared,
+        device=machine.shared_device,
         parallel=ParallelConfig(split="alternating" if world_size > 1 else "uniform"),
     )
 
 
 def _generators_go_on(device: str) -> bool:
-    """Return whether a generator on the device continues from a state that is set."""
+    """Return whether a torch generator on the device continues from a state that is set."""
     generator = torch.Generator(device).manual_seed(0)
     torch.randn(4, generator=generator, device=device)
     state = generator.get_state()
@@ -72,11 +72,11 @@ def _generators_go_on(device: str) -> bool:
 )
 def test_three_ranks_are_exact(machine: Machine, report: Report, tmp_path: Path, name: str) -> None:
     family = FAMILIES[name]
-    if name == "ltx from an image" and not _generators_go_on(machine.shared):
+    if name == "ltx from an image" and not _generators_go_on(machine.shared_device):
         pytest.skip("generators on this device do not keep their state")
     config = _config(family, machine, tmp_path / "model", 3)
     requests = [_request(family, seed) for seed in (1, 2)]
-    report.prove(f"tiny {name}, 3 ranks on {machine.shared}", config, requests)
+    report.prove(f"tiny {name}, 3 ranks on {machine.shared_device}", config, requests)
 
 
 @pytest.mark.no_rehearsal
@@ -107,7 +107,7 @@ def _of_each_step(counts: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _diffusers_waits(family: Case, config: PipelineConfig) -> list[tuple[int, int]]:
-    """Return the number of waits up to the end of each step, in diffusers' own loop."""
+    """Return how often the host waited for the GPU up to the end of each of diffusers' steps."""
     pipe = getattr(diffusers, FAMILY_SPECS[family.family].pipeline(family.image)).from_pretrained(
         config.model.name
     )

@@ -38,7 +38,7 @@ def _device() -> None:
 
 
 def _leave_a_block_in_use() -> None:
-    """Queue a long wait and then a write to a block of memory. Free the block before the write."""
+    """Free a block of GPU memory to which queued kernels still write after a long wait."""
     block = torch.empty(SIZE, dtype=torch.uint8, device=DEVICE)
     torch.cuda._sleep(SLEEP_CYCLES)
     block.fill_(7)
@@ -50,7 +50,7 @@ def _received_safely(host: torch.Tensor) -> torch.Tensor:
 
 
 def _received_wrongly(host: torch.Tensor) -> torch.Tensor:
-    """Receive in the wrong way: allocate memory before the side stream is entered."""
+    """Receive a packet in the wrong way: allocate memory before entering the side stream."""
     payload = torch.empty_like(host, device=DEVICE)
     side = torch.cuda.Stream(DEVICE)
     with torch.cuda.stream(side):
@@ -101,7 +101,7 @@ def test_a_freed_packet_is_not_reused_while_it_is_read(report: Report) -> None:
 
 
 class Wire:
-    """Stand-in for the other rank, which keeps the sent tensors and returns them to receives."""
+    """Stand-in for the other rank's end of a link: it returns sent tensors to receives."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sent: deque[torch.Tensor] = deque()

@@ -46,7 +46,7 @@ def test_three_ranks_on_one_gpu_are_exact(
     config = machine.config(
         3, parallel=ParallelConfig(split="alternating"), deterministic=deterministic
     )
-    name = f"demo model, 3 ranks on {machine.shared}, deterministic {deterministic}"
+    name = f"demo model, 3 ranks on {machine.shared_device}, deterministic {deterministic}"
     report.prove(name, config, machine.requests(6))
 
 
@@ -125,7 +125,7 @@ def _payload(clip: int, device: torch.device) -> torch.Tensor:
 
 
 def _relay_over_nccl(context: LaunchContext, asked: tuple[str, int]) -> None:
-    """Forward packets while the GPU computes matmuls, and report their hashes; end when told to.
+    """Forward packets from rank to rank while the GPU computes, and report their hashes.
 
     A rank must not end earlier. A finished send only means that its memory may be reused; its bytes
     may not have arrived yet.
@@ -161,9 +161,9 @@ def _relay_over_nccl(context: LaunchContext, asked: tuple[str, int]) -> None:
 
 def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Report) -> None:
     backend = "gloo" if machine.is_rehearsal else "nccl"
-    asked = machine.shared, 128 if machine.is_small else 2048
+    asked = machine.shared_device, 128 if machine.is_small else 2048
     group = start_ranks(
-        _relay_over_nccl, asked, world_size=3, backend=backend, device=machine.shared
+        _relay_over_nccl, asked, world_size=3, backend=backend, device=machine.shared_device
     )
     answers: dict[int, Any] = {}
     try:
@@ -184,7 +184,7 @@ def test_packets_cross_nccl_whole_beneath_matmuls(machine: Machine, report: Repo
     hashes = [hashlib.sha256(_payload(c, cpu).numpy().tobytes()).hexdigest() for c in range(50)]
     assert all(answers[rank]["hashes"] == hashes for rank in range(3))
     report.add(
-        f"{NUM_PACKETS} packets of 1.9 MB over {backend}, 3 processes on {machine.shared}",
+        f"{NUM_PACKETS} packets of 1.9 MB over {backend}, 3 processes on {machine.shared_device}",
         all_whole=True,
         seconds=answers[2]["seconds"],
         seconds_to_end=ended,

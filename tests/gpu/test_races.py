@@ -19,9 +19,7 @@ pytestmark = [
 
 
 def _found(machine: Machine, folder: Path, *, planted: bool) -> tuple[set[str], list[str]]:
-    """Make clips on all devices with the alternating split; return the checked threads and the
-    races.
-    """
+    """Make clips on all GPUs; return the threads that the CUDA Sanitizer checked, and the races."""
     watched, tensors = folder / "watched", folder / "tensors"
     watched.mkdir()
     tensors.mkdir()

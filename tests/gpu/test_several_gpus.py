@@ -23,7 +23,7 @@ pytestmark = [
 
 
 def _config(machine: Machine, **changes: Any) -> PipelineConfig:
-    return machine.config(machine.world_size, device=machine.own, **changes)
+    return machine.config(machine.world_size, device=machine.own_device, **changes)
 
 
 def test_transfers_between_cards_are_measured(machine: Machine, report: Report) -> None:

@@ -44,7 +44,7 @@ class Job:
         return self.err_file.read_text()
 
     def end(self) -> int:
-        """Wait for the process's end; return its exit code."""
+        """Wait for the end of a simulated host's process; return its exit code."""
         try:
             return self.process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass
 class Host:
-    """Simulated host, with a network namespace."""
+    """Simulated host: a network namespace with its own address, folder and processes."""
 
     name: str
     namespace: str
@@ -63,11 +63,11 @@ class Host:
     jobs: list[Job] = field(default_factory=list)
 
     def set_link(self, state: str) -> None:
-        """Cut the host's network link (`down`) or restore it (`up`)."""
+        """Cut the simulated host's network link (`down`) or restore it (`up`)."""
         _ip("-n", self.namespace, "link", "set", DEVICE, state)
 
     def assert_own_addresses(self, but: str = "") -> None:
-        """Check that programs listen only on the host's address, except the program `but`."""
+        """Check that programs listen only on the simulated host's address, except `but`."""
         lines = _ip("netns", "exec", self.namespace, "ss", "-ltnpH").splitlines()
         assert lines, "the test looks in the wrong place"
         for line in lines:
@@ -76,7 +76,7 @@ class Host:
 
 
 class Hosts:
-    """Simulated network of hosts."""
+    """Simulated network of hosts, which starts commands on them."""
 
     def __init__(self, hosts: list[Host], folder: Path) -> None:
         self.all = hosts
@@ -89,7 +89,7 @@ class Hosts:
         self._names.write_text("\n".join(lines))
 
     def torchrun(self, *arguments: str, per_host: int, options: Sequence[str] = ()) -> list[Job]:
-        """Start a command with torchrun on every host. `{host}` stands for the host's folder."""
+        """Start a command of svdpp with torchrun on every simulated host."""
         # The static rendezvous is used, because its agents end with their ranks. Agents of c10d
         # would wait for a store that they cannot reach (docs/cluster.md).
         launcher = (
@@ -103,7 +103,7 @@ class Hosts:
         ]
 
     def srun(self, *arguments: str) -> list[Job]:
-        """Start a rank of a command on every host, as srun does: without a launcher process."""
+        """Start a command's rank on every simulated host as srun does: without a launcher."""
         job = {
             **{"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2"},
             **{"SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "host[0-1]"},
@@ -118,7 +118,7 @@ class Hosts:
         ]
 
     def start(self, host: Host, *arguments: str, **environment: str) -> Job:
-        """Start `python ARGUMENTS` on `host`; return the process."""
+        """Start `python ARGUMENTS` on a simulated host; return the process."""
         number = len(host.jobs)
         out_file, err_file = host.home / f"out{number}.txt", host.home / f"err{number}.txt"
         settings = {
@@ -154,7 +154,7 @@ class Hosts:
         return next(pid for pid, path in environments if wanted in path.read_bytes())
 
     def end_all(self) -> None:
-        """Kill the processes that a failed test has left."""
+        """Kill the processes that a failed test has left on the simulated hosts."""
         for pid in marked(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -165,7 +165,7 @@ class Hosts:
 
 @pytest.fixture
 def hosts(tmp_path: Path) -> Iterator[Hosts]:
-    """Two hosts on one network, each with its own link.
+    """Two simulated hosts on one network, each with its own link.
 
     Skip the test where this is not possible.
     """

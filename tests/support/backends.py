@@ -52,7 +52,7 @@ class Postgres:
         self._run("pg_ctl", "-w", "-m", mode, "stop")
 
     def execute(self, statement: str, database: str = "postgres") -> None:
-        """Run a statement, even while the database is read-only."""
+        """Run an SQL statement, even while the database is read-only."""
         import psycopg
 
         writes = "-c default_transaction_read_only=off"
@@ -61,7 +61,7 @@ class Postgres:
 
     @contextlib.contextmanager
     def hanging(self) -> Iterator[None]:
-        """Stop all processes of the server during the block, so that it does not respond."""
+        """Stop all processes of PostgreSQL during the block, so that it does not respond."""
         pid = int((self.folder / "data" / "postmaster.pid").read_text().split()[0])
         main = psutil.Process(pid)
         processes = [main, *main.children(recursive=True)]
@@ -86,7 +86,7 @@ class Postgres:
 
 
 def _user() -> str | None:
-    """Return the user name for PostgreSQL, which refuses to run as root.
+    """Return the system user to run PostgreSQL as, because it refuses to run as root.
 
     None means the current user.
     """
@@ -99,7 +99,7 @@ def _user() -> str | None:
 
 @contextlib.contextmanager
 def postgres_server(*, fsync: bool = False, connections: int = 300) -> Iterator[Postgres]:
-    """Yield a new server.
+    """Yield a new PostgreSQL server in a temporary folder; skip the test if it is not installed.
 
     Without `fsync`, a crash of the machine can lose committed changes; a crash of the server
     cannot.
@@ -252,7 +252,7 @@ class Swift:
 
 @contextlib.contextmanager
 def swift_server() -> Iterator[Swift]:
-    """Yield a new server with an empty bucket."""
+    """Yield a new OpenStack Swift server with an S3 API and an empty bucket."""
     s3fs = pytest.importorskip("s3fs")
     if shutil.which("swift-proxy-server") is None:
         pytest.skip(

@@ -23,13 +23,13 @@ _NUM_FRAMES = 120
 
 @dataclass(frozen=True)
 class Inputs:
-    """Paths of input images and input videos."""
+    """Paths of the images and videos that test cases use as inputs of clips."""
 
     images: tuple[str, ...]
     videos: tuple[str, ...]
 
     def of(self, case: Case) -> dict[str, Any]:
-        """Return the inputs of a case's clip as fields of `ClipRequest`."""
+        """Return the input files of a test case's clip as fields of `ClipRequest`."""
         if not case.image:
             return {}
         sampling: Any = case.config()
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def create_inputs(folder: Path) -> Inputs:
-    """Write four images, and four videos of noise, to a folder."""
+    """Write images and videos of noise, as inputs of clips, to a folder."""
     images = [folder / f"{seed}.png" for seed in range(4)]
     videos = [folder / f"{seed}.mp4" for seed in range(4)]
     for seed, (image, video) in enumerate(zip(images, videos, strict=True)):
@@ -57,7 +57,7 @@ def create_inputs(folder: Path) -> Inputs:
 def verify_case(
     case: Case, model: ModelConfig, inputs: Inputs, *, world_size: int, **options: Any
 ) -> VerificationResult:
-    """Make two clips of a case on real ranks, and compare them with the clips of diffusers.
+    """Make two clips of a test case on real ranks, and compare them with those of diffusers.
 
     Args:
         case: Case whose clips are made.

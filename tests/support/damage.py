@@ -39,12 +39,12 @@ TOO_MUCH = 2**58
 
 
 def ask_for_too_much() -> torch.Tensor:
-    """Make torch's CPU allocator raise its own out-of-memory error."""
+    """Request more memory than exists, so that torch's CPU allocator raises its own error."""
     return torch.empty(TOO_MUCH, dtype=torch.uint8)
 
 
 def damaged_packets(field: str, packet: Packet) -> list[Packet]:
-    """Return the packets that are sent instead of `packet`: a changed one, none, or `packet` twice.
+    """Return the packets that a faulty rank sends instead of `packet`: changed, none, or twice.
 
     Args:
         field: Kind of damage; see the cases below.
@@ -73,7 +73,7 @@ def damaged_packets(field: str, packet: Packet) -> list[Packet]:
 
 @dataclass(frozen=True)
 class Damage:
-    """Fault at one rank and clip.
+    """Fault that a test injects at one rank and clip.
 
     The object is pickled and sent to every rank, and each rank calls it when it starts.
 
@@ -111,17 +111,17 @@ class Damage:
             self._damage_packets()
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
-        """Return whether this fault is of kind `kind`, and at the given rank and clip."""
+        """Return whether the injected fault is of a kind, and at the given rank and clip."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def is_at(self, rank: int, clip: int, place: str) -> bool:
-        """Return whether this fault acts at the given rank, clip and place."""
+        """Return whether the injected fault acts at the given rank, clip and place."""
         own_clip = clip if place in ("start", "load") else self.clip
         is_place = place == self.place or (self.place == "step" and place.startswith("step"))
         return is_place and (rank, clip) == (self.rank, own_clip)
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Hang, raise or allocate memory if this fault acts at the place that a rank reached."""
+        """Hang, raise or use up memory if the injected fault acts at the place a rank reached."""
         if self.kind not in ("hang", "raise", "memory") or not self.is_at(rank, clip, place):
             return
         if self.kind == "memory" and place != "load":
@@ -210,7 +210,7 @@ class Damage:
         Transport.send = damaged  # type: ignore[method-assign, assignment]
 
     def _damage_payload(self, sending: SimpleNamespace) -> None:
-        """Drop the payload's last bytes, or change a byte after the checksum has been computed.
+        """Make a rank drop bytes of a packet's payload, or change one after the checksum.
 
         Field `clip`: name another clip, after the sender has compared the clip with its plan.
         """

@@ -36,7 +36,7 @@ def _flatten(value: Any) -> Iterator[Any]:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield the ways to write `value` in a sentence: rounded, or bytes in GiB, MiB or GB."""
+    """Yield the ways to write a value of `details` in a sentence, such as rounded or in GiB."""
     if isinstance(value, str):
         yield from re.findall(r"-?\d+(?:\.\d+)?", value)
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -30,7 +30,7 @@ def config(world_size: int = 2, *, steps: int = 4, **changes: Any) -> PipelineCo
 
 
 def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
-    """Return the latent after `steps` of `total` steps, computed in this process on one thread."""
+    """Return the dummy model's latent after `steps` of `total` steps, computed in this process."""
     model = DummyModel(LatentSpec(shape=SHAPE), total, torch.device("cpu"))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,17 +42,17 @@ def plain_latent(seed: int, steps: int, total: int) -> torch.Tensor:
 
 
 def plain_hashes(steps: int, *seeds: int) -> list[str]:
-    """Return the hash of the last latent of each seed, computed in this process."""
+    """Return the hash of the dummy model's last latent for each seed, computed in this process."""
     return [tensor_sha256(plain_latent(seed, steps, steps)) for seed in seeds]
 
 
 def hashes(results: Iterable[ClipResult]) -> list[str]:
-    """Return the hash of each result's last latent."""
+    """Return the hash of each clip result's last latent."""
     return [result.metadata["latents_sha256"] for result in results]
 
 
 def clips(*seeds: int) -> list[ClipRequest]:
-    """Return a clip request for each seed."""
+    """Return a request for a clip of the dummy model for each seed."""
     return [ClipRequest(seed=seed) for seed in seeds]
 
 

@@ -47,26 +47,26 @@ def new_job(**values: Any) -> Job:
 
 
 def add(store: JobQueue, **values: Any) -> str:
-    """Add a new job to a queue, and return its id."""
+    """Add a new job to a job queue, and return its id."""
     return store.add(new_job(**values), max_open=None).id
 
 
 def job_of(store: JobQueue, id: str) -> Job:
-    """Return the job with an id. Fail the test if there is none."""
+    """Return the job of a queue that has an id. Fail the test if there is none."""
     job = store.get(id)
     assert job is not None
     return job
 
 
 def taken(store: JobQueue) -> Job:
-    """Claim the next job. Fail the test if there is none."""
+    """Claim the next job of a queue. Fail the test if there is none."""
     job = store.claim()
     assert job is not None
     return job
 
 
 def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
-    """Add a new job, bring it into a state, and return its id."""
+    """Add a new job to a queue, bring the job into a state, and return its id."""
     id = add(store, **values)
     token = 0 if state is JobState.QUEUED else taken(store).fencing_token
     match state:
@@ -81,12 +81,12 @@ def in_state(store: JobQueue, state: JobState, **values: Any) -> str:
 
 
 def take_all(store: JobQueue) -> list[str]:
-    """Claim all queued jobs, and return their ids in the order of the claims."""
+    """Claim all queued jobs of a queue, and return their ids in the order of the claims."""
     return [job.id for job in iter(store.claim, None)]
 
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
-    """Remove files that no job needs now; a server would remove them within two hours."""
+    """Remove the files of a service that no job needs; a server does so within two hours."""
     remove_orphans(store, remove_orphans(store, set(), in_use), in_use)
 
 
@@ -114,7 +114,7 @@ def dummy_job(seed: int, **values: Any) -> Job:
 
 @dataclass
 class Serving:
-    """Running engine, with its queue and folder."""
+    """Running service engine of a test, with its job queue and its data folder."""
 
     store: JobQueue
     engine: Engine
@@ -122,18 +122,18 @@ class Serving:
     folder: Path
 
     def add(self, *seeds: int, **values: Any) -> list[str]:
-        """Add a job for each seed, and return their ids."""
+        """Add a job for each seed to the engine's queue, and return their ids."""
         return self.store_jobs(*(dummy_job(seed, **values) for seed in seeds))
 
     def store_jobs(self, *jobs: Job) -> list[str]:
-        """Add jobs to the queue, and wake the engine."""
+        """Add jobs to the engine's queue, wake the engine, and return their ids."""
         for job in jobs:
             self.store.add(job, max_open=None)
         self.engine.dispatcher.wake()
         return [job.id for job in jobs]
 
     def made(self, *jobs: Job) -> list[Job]:
-        """Add jobs, wait until they have ended, and return them in their final states."""
+        """Add jobs, wait until the engine has ended them, and return them in their final states."""
         return self.wait_final(self.store_jobs(*jobs))
 
     def job(self, job_id: str) -> Job:
@@ -160,7 +160,7 @@ class Serving:
         self.wait(is_there, f"no step {step}")
 
     def go_on(self) -> None:
-        """Continue the clip that `serving` has stopped."""
+        """Continue the clip that `serving` has stopped at a step."""
         (self.folder / "gate").touch()
 
     @property
@@ -183,7 +183,7 @@ def serving(
     observer: Callable[..., object] | None = None,
     url: str | None = None,
 ) -> Iterator[Serving]:
-    """Yield an engine with its data in `folder`; close it after the block.
+    """Yield a service engine with real ranks and its data in `folder`; close it after the block.
 
     `stop` is a rank, the index of a clip, and a step of that clip. The rank waits before this step
     until `go_on` is called.

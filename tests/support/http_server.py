@@ -41,7 +41,7 @@ HANG_SECONDS = 300.0
 
 
 class HttpServer:
-    """Process of `svdpp serve --data folder` during a block, with an HTTP client.
+    """Process of `svdpp serve --data folder` during a block, with an HTTP client for it.
 
     `launcher` has the arguments of Python that precede the command's own arguments.
     """
@@ -95,7 +95,7 @@ class HttpServer:
             self.stop()
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal to the server, wait for its end, and return its exit code."""
+        """Send a signal to the server's process, wait for its end, and return its exit code."""
         self.process.send_signal(number)
         try:
             code = self.process.wait(HANG_SECONDS)
@@ -109,14 +109,14 @@ class HttpServer:
         return code
 
     def wait_ready(self) -> None:
-        """Wait until the ranks are ready, and the server has printed so."""
+        """Wait until the server's ranks are ready, and the server has printed so."""
         wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
         wait(lambda: "ready to make clips\n" in self.err, lambda: self.err)
 
     def request(
         self, *, photo: bytes | None = PHOTO, name: str = "sea.jpg", **form: Any
     ) -> httpx.Response:
-        """Request a clip by a form.
+        """Request a clip of the server by an HTTP form, and return the response.
 
         With `photo=None`, the form has no image. A list is sent as several fields of the same name.
         """
@@ -133,7 +133,7 @@ class HttpServer:
         return self.client.post("/v1/videos", files=files, headers=headers)
 
     def add(self, number: int = 1, **form: Any) -> list[str]:
-        """Request clips, and return their ids."""
+        """Request clips of the server, and return their ids."""
         ids = []
         for _ in range(number):
             answer = self.request(**form)
@@ -159,7 +159,7 @@ class HttpServer:
             after = f"&after={page['last_id']}"
 
     def wait_for(self, id: str, status: str) -> dict[str, Any]:
-        """Wait until the status of a clip is `status`, and return the clip's JSON."""
+        """Wait until the status of a server's clip is `status`, and return the clip's JSON."""
 
         def has_status() -> bool:
             found = self.video(id)
@@ -174,7 +174,7 @@ class HttpServer:
         return socket.create_connection((url.host, url.port or 0), timeout=HANG_SECONDS)
 
     def raw(self, text: bytes) -> bytes:
-        """Send bytes to the server, and return all bytes of its response."""
+        """Send bytes to the server's port, and return all bytes of its response."""
         with self.connected() as connection:
             found = b""
             # The server responded and closed the connection before it read all bytes.
@@ -211,7 +211,7 @@ class HttpServer:
 
 
 class ServerHere(HttpServer):
-    """Server in the test's own process, which starts quickly, because the fork server is running.
+    """Server of `svdpp serve` in the test's own process, which starts fast, with an HTTP client.
 
     It cannot be killed. Its log is in `err`.
     """
@@ -265,11 +265,11 @@ class ServerHere(HttpServer):
 
 class _UnsignalledServer(Server):
     def _catch_signals(self) -> None:
-        """Do nothing, because only the main thread can install signal handlers."""
+        """Stand-in that catches no signals, because only the main thread can install handlers."""
 
 
 def asked(folder: Path, *options: str) -> tuple[ServerSettings, Keys | None]:
-    """Return the server's settings and keys for a command line of `svdpp serve`."""
+    """Return the `ServerSettings` and API keys that a command line of `svdpp serve` leads to."""
     found: list[tuple[ServerSettings, Keys | None]] = []
 
     def end(settings: ServerSettings, keys: Keys | None) -> None:
@@ -292,7 +292,7 @@ def wait(happens: Callable[[], object], said: Callable[[], str] = lambda: "") ->
 
 
 def error_of(answer: httpx.Response, status: int, code: str) -> dict[str, Any]:
-    """Check that a response has the format of an error, and return the error."""
+    """Check that an HTTP response is an error with a status and a code, and return the error."""
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/json"
     body = answer.json()

@@ -20,7 +20,7 @@ _TINY = "org/tiny"
 
 
 def commit_of(name: str) -> str:
-    """Return the commit hash of a repository, or of one of its revisions.
+    """Return the commit hash of a repository of the local hub, or of one of its revisions.
 
     Args:
         name: OWNER/NAME or OWNER/NAME@REVISION.
@@ -29,7 +29,7 @@ def commit_of(name: str) -> str:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Request handler of a hub with a few repositories; it records which files are requested."""
+    """HTTP handler of a stand-in for the Hugging Face hub; it records which files are requested."""
 
     error: ClassVar[tuple[int, str]] = (200, "")
     """HTTP status and error code of all responses."""
@@ -65,9 +65,7 @@ class Hub(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _name(self, repository: str | None, revision: str | None) -> str | None:
-        """Return the OWNER/NAME or OWNER/NAME@REVISION of the requested revision; None if there is
-        none.
-        """
+        """Return OWNER/NAME or OWNER/NAME@REVISION of a requested repository; None if unknown."""
         names = [_TINY, *self.others] if hasattr(self, "folder") else [*self.others]
         for name in names:
             own, _, tag = name.partition("@")
@@ -76,7 +74,7 @@ class Hub(BaseHTTPRequestHandler):
         return None
 
     def _answer(self, name: str | None, kind: str | None, file: str | None) -> bytes | None:
-        """Return the body of the response; None if this hub does not have what is requested."""
+        """Return the body of the local hub's response; None if it lacks what is requested."""
         if name is None:
             return None
         folder = self.folder if name == _TINY else self.others[name]
@@ -97,7 +95,7 @@ class Hub(BaseHTTPRequestHandler):
         return (folder / file).read_bytes()
 
     def log_message(self, *args: object) -> None:
-        """Print nothing."""
+        """Print no line for each HTTP request."""
 
 
 #: Path of a request. Its groups are the repository, the kind of request, the revision and the file.
@@ -109,7 +107,7 @@ _ROUTE = (
 
 @contextmanager
 def running_hub() -> Iterator[type[Hub]]:
-    """Run a new hub on a free port. Yield its class, which has the URL and the requested files."""
+    """Run a new local hub on a free port. Yield its class, with the URL and the requested files."""
     handler = type("OneHub", (Hub,), {"requested": [], "others": {}, "errors": {}})
     server = HTTPServer(("127.0.0.1", 0), handler)
     handler.url = f"http://127.0.0.1:{server.server_port}"

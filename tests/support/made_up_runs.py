@@ -20,7 +20,7 @@ EVEN = CostModel(step_seconds=0.1, encode_seconds=0.01, decode_seconds=0.01)
 
 
 def replayed(costs: CostModel = EVEN, **size: int) -> RunMetrics:
-    """Return the metrics of a run that took exactly the times of its forecast."""
+    """Return made-up metrics of a run that took exactly the times of its forecast."""
     return _replayed(costs, **size)[1]
 
 
@@ -49,14 +49,14 @@ def _replayed(
 
 
 def with_rank(metrics: RunMetrics, rank: int, **changes: Any) -> RunMetrics:
-    """Return a copy of `metrics` with some fields of one rank changed."""
+    """Return a copy of a run's metrics with some fields of one rank changed."""
     ranks = list(metrics.ranks)
     ranks[rank] = replace(ranks[rank], **changes)
     return replace(metrics, ranks=tuple(ranks))
 
 
 def delayed(metrics: RunMetrics, rank: int, seconds: float, **changes: Any) -> RunMetrics:
-    """Return a copy of `metrics` for a run that took longer, because one rank was blocked.
+    """Return a copy of a run's metrics in which it took longer, because one rank was blocked.
 
     All other ranks wait `seconds` longer for packets from this rank.
     """
@@ -104,7 +104,7 @@ def bench_of(name: str = "dummy", *overrides: str) -> Bench:
 
 
 def round_of(case: str, number: int, *, seconds: float = 1.0, sha256: str = "aa") -> Round:
-    """Return a round of a benchmark: one clip of two steps on one rank."""
+    """Return a made-up round of a benchmark: one clip of two steps on one rank."""
     costs = CostModel(step_seconds=seconds / 2)
     trace, metrics = _replayed(costs, world_size=1, num_steps=2, clips=1)
     hashes = [(sha256, None)]

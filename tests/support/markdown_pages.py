@@ -28,7 +28,7 @@ def _inline(page: str) -> Iterator[Token]:
 
 
 def code_blocks(page: str, language: str | None = None) -> list[CodeBlock]:
-    """Return the fenced code blocks of a page.
+    """Return the fenced code blocks of a Markdown page.
 
     Args:
         page: Markdown text of the page.
@@ -43,12 +43,12 @@ def code_blocks(page: str, language: str | None = None) -> list[CodeBlock]:
 
 
 def code_spans(page: str) -> list[str]:
-    """Return the texts in backticks, including those in tables."""
+    """Return the texts in backticks of a Markdown page, including those in tables."""
     return [token.content for token in _inline(page) if token.type == "code_inline"]
 
 
 def links(page: str) -> list[str]:
-    """Return the targets of links and images."""
+    """Return the targets of a Markdown page's links and images."""
     found = []
     for token in _inline(page):
         for name in ("href", "src"):
@@ -58,14 +58,14 @@ def links(page: str) -> list[str]:
 
 
 def headings(page: str) -> list[str]:
-    """Return the texts of all headings, as Markdown."""
+    """Return the texts of a Markdown page's headings, as Markdown."""
     return [
         text.content for opening, text in pairwise(_tokens(page)) if opening.type == "heading_open"
     ]
 
 
 def table_rows(page: str) -> list[list[str]]:
-    """Return the rows of all tables, including header rows, with the Markdown of each cell."""
+    """Return the rows of a Markdown page's tables, including header rows, by cells."""
     rows: list[list[str]] = []
     for opening, content in pairwise(_tokens(page)):
         if opening.type == "tr_open":

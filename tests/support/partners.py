@@ -11,7 +11,7 @@ from svdpp.models.base import Tensors
 
 
 class Half:
-    """`Partner` of a simulated rank, which exchanges predictions through two queues."""
+    """Stand-in for the `Partner` of a rank of a CFG pair; predictions go through two queues."""
 
     def __init__(self, branch: int, own: queue.Queue[Any], other: queue.Queue[Any]) -> None:
         self.branch, self._own, self._other = branch, own, other
@@ -27,8 +27,7 @@ class Half:
 
 
 def run_pair(run: Callable[[Half], Any], kind: type[Half] = Half) -> list[Any]:
-    """Call `run` for both ranks of a pair, and return both results. Raise the first error of a
-    rank.
+    """Run a function in two threads as both ranks of a CFG pair, and return both results.
 
     Args:
         run: Function of one rank. Its argument is the rank's `Partner`.

@@ -45,7 +45,7 @@ def ffmpeg(*arguments: str | Path) -> None:
 
 
 def save_video(path: Path, seed: int = 0) -> str:
-    """Save a video of seven frames of 64 x 48 pixels; return its path."""
+    """Save a video of seven frames of 64 x 48 pixels of noise; return its path."""
     frames = np.random.default_rng(seed).integers(0, 256, (7, 48, 64, 3), dtype=np.uint8)
     write_clip(frames, OutputConfig(path=str(path)), fps=16, metadata={})
     return str(path)

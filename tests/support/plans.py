@@ -50,7 +50,7 @@ WAN: dict[str, Any] = {
 
 @st.composite
 def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
-    """Strategy for valid layouts on one or several hosts, with CFG pairs only if `pairs`."""
+    """Strategy of Hypothesis for valid layouts on some hosts, with CFG pairs only if `pairs`."""
     replicas, replica_size = draw(st.integers(1, 3)), draw(st.integers(1, 6))
     cfg_parallel = draw(st.integers(1, 1 + pairs))
     world_size = replicas * replica_size * cfg_parallel
@@ -91,7 +91,7 @@ def layouts(draw: st.DrawFn, *, pairs: bool = False) -> Layout:
 
 @st.composite
 def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
-    """Strategy for costs of equally fast or different ranks, on one or several hosts."""
+    """Strategy of Hypothesis for costs of equally fast or different ranks, on some hosts."""
     given = draw(costs)
     if draw(st.booleans()):
         steps = st.lists(st.integers(1, 8).map(lambda n: n / 2), min_size=world_size)
@@ -112,7 +112,7 @@ _BEGINNINGS = (Kind.ENCODE, Kind.LOAD_CHECKPOINT)
 
 
 def check_schedule(schedule: Schedule, num_steps: int) -> None:
-    """Check that every clip is started once, does each step once in order, and is finished once.
+    """Check that ranks start each clip once, do each of its steps in order, and finish it once.
 
     A clip is started by ENCODE at step 0, or by LOAD_CHECKPOINT at the step that an earlier run
     reached. A rank can work only on a clip that it holds, and only at that clip's current step. It
@@ -153,7 +153,7 @@ def check_schedule(schedule: Schedule, num_steps: int) -> None:
 
 
 def check_receives(schedule: Schedule) -> None:
-    """Check that no rank posts receives for more than one clip in advance."""
+    """Check that no rank of a schedule posts receives for more than one clip in advance."""
     for rank_actions in schedule:
         posted: set[int] = set()
         for action in rank_actions:
@@ -165,7 +165,7 @@ def check_receives(schedule: Schedule) -> None:
 
 
 def _can_follow(action: Action, held: dict[int, int], decoded: set[int], num_steps: int) -> bool:
-    """Apply an action of a rank, and return whether the action was possible.
+    """Apply an action of a schedule to a rank's state; return whether the action was possible.
 
     `held` has the number of finished steps of each clip that the rank holds.
     """

@@ -22,7 +22,7 @@ def process_ids() -> Iterator[int]:
 
 
 def marked(mark: str, older: Set[int] = frozenset()) -> list[int]:
-    """Return the ids of the processes with `mark` in their environment, except those in `older`."""
+    """Return the ids of the processes with a test's mark in their environment, except `older`."""
     found = []
     for pid in process_ids():
         if pid in older:
@@ -61,7 +61,7 @@ def children_of(pid: int, module: str) -> list[int]:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Make this process the parent of orphaned descendants during the block (prctl(2), subreaper).
+    """Make this process the parent of orphaned descendants during the block (prctl(2)).
 
     Otherwise init adopts the orphans, and some init processes reap zombies only after seconds.
     """
@@ -74,7 +74,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def collected(pids: Iterable[int]) -> bool:
-    """Return whether all processes `pids` have ended. Reap ended children of this process."""
+    """Return whether all of some processes have ended; reap those that this process started."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)

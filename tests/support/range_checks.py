@@ -26,12 +26,12 @@ PROMPT = "a cat walks over the grass"
 
 
 def read_folder(folder: Path, family: str | None = None) -> Any:
-    """Read the checkpoint in `folder`, except its weights."""
+    """Read the model's checkpoint in `folder`, except its weights."""
     return find_checkpoint(ModelConfig(name=str(folder), family=family), weights=False)
 
 
 def model_of(checkpoint: Any, dtype: Any = "fp32") -> ModelConfig:
-    """Return the `ModelConfig` of a checkpoint."""
+    """Return the `ModelConfig` that names a checkpoint, with a dtype."""
     return ModelConfig(name=checkpoint.name, family=checkpoint.family, dtype=dtype)
 
 
@@ -42,7 +42,7 @@ def photograph(seed: int = 0) -> Image.Image:
 
 
 def source(sampling: Any) -> ModelInput:
-    """Return the input of a clip, resized to its frame size: images, frames of a video, or both."""
+    """Return the input of a test's clip, at its frame size: images, frames of a video, or both."""
     if sampling.has_last_image:
         return {"image": photograph(), "last_image": photograph(1)}
     if sampling.num_references:
@@ -66,7 +66,7 @@ def _frames(sampling: Any, seed: int = 0, side: int | None = None) -> list[Image
 
 
 def nothing(_: int, __: torch.Tensor) -> None:
-    """Step callback that does nothing."""
+    """Stand-in for the callback after each step; it does nothing."""
 
 
 def loaded(model: Any) -> dict[str, torch.nn.Module]:
@@ -81,8 +81,7 @@ def loaded(model: Any) -> dict[str, torch.nn.Module]:
 def ranks(
     checkpoint: Checkpoint, sampling: Any, *, model: ModelConfig | None = None
 ) -> Callable[[int, int], EngineModel]:
-    """Return a function that loads the model of a rank, with only the components that the rank
-    needs.
+    """Return a function that loads a rank's model for a range of steps: only the needed components.
 
     The arguments of the function are `start` and `end` of the rank's range of steps. `(0, 0)` gives
     the model that encodes, and `(N, N)` the model that decodes. Models with the same components are
@@ -137,13 +136,13 @@ class TinyModel:
         return self.rank_for(self.steps, self.steps)
 
     def request(self, prompt: str = PROMPT, negative_prompt: str | None = None) -> ClipRequest:
-        """Return the request for the clip, without prompts if the family takes none."""
+        """Return the request for the test's clip, without prompts if the family takes none."""
         if not self.checkpoint.spec.takes_prompt:
             return ClipRequest(seed=3)
         return ClipRequest(seed=3, prompt=prompt, negative_prompt=negative_prompt)
 
     def encode(self, request: ClipRequest) -> Tensors:
-        """Return the tensors of the packet before the first step."""
+        """Return the tensors of the clip's packet before the first step."""
         prepared = {} if self.source is None else self.encoder.prepare(self.source)
         return self.encoder.encode(prepared, request)
 
@@ -176,7 +175,7 @@ def check_every_cut(
 def check_expected_tensors(
     rank_for: Callable[[int, int], Any], num_steps: int, step: int, packet: Tensors
 ) -> None:
-    """Check that ranks that receive a packet after `step` steps expect the tensors that it has.
+    """Check that receiving ranks expect just the tensors that a packet has after `step` steps.
 
     The receivers have other components than the sender, as in a run.
     """
@@ -231,7 +230,7 @@ def _received(tensors: Tensors) -> Tensors:
 def whole_clip(
     model: ModelConfig, sampling: SamplingConfig, request: ClipRequest, image: ModelInput | None
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Make a clip with diffusers' unmodified pipeline.
+    """Make a clip with diffusers' unmodified pipeline, and return latents, frames and sound.
 
     Return the latents after each step, the frames, and the sound if there is any.
     """
@@ -246,7 +245,7 @@ def run_reference(
     request: ClipRequest,
     image: ModelInput | None = None,
 ) -> tuple[list[torch.Tensor], Frames, Audio | None]:
-    """Make a clip with a loaded pipeline of diffusers; return the same as `whole_clip`."""
+    """Make a clip with a pipeline of diffusers that is already loaded; see `whole_clip`."""
     latents: list[torch.Tensor] = []
     _, frames, audio = reference.run(
         request,

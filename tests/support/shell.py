@@ -39,7 +39,7 @@ _SET = {"COLUMNS": "80", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TER
 
 @dataclass(frozen=True)
 class Answer:
-    """Result of a command: exit code, stdout and stderr."""
+    """Result of a command of svdpp: exit code, stdout and stderr."""
 
     code: int
     out: str
@@ -47,7 +47,7 @@ class Answer:
 
 
 def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> Answer:
-    """Run a command in this process, which is fast. The command must not start ranks."""
+    """Run a command of svdpp in this process, which is fast. The command must not start ranks."""
     settings = {**dict.fromkeys(_UNSET), **_SET, **(env or {})}
     with CliRunner().isolation(env=settings) as (out, err, _):
         code = run_command_line(arguments)
@@ -57,9 +57,7 @@ def svdpp_here(*arguments: str, env: Mapping[str, str | None] | None = None) -> 
 
 
 def parsed(line: str) -> dict[str, Any]:
-    """Parse a command line, and return the arguments for the command's function, without calling
-    it.
-    """
+    """Parse a command line of svdpp, and return the arguments of the command's function."""
     program, name, *arguments = shlex.split(line)
     assert program == "svdpp"
     module, calls = import_module(f"svdpp.cli.{name}"), []
@@ -117,7 +115,7 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def run_in_turn(*commands: Sequence[str]) -> list[tuple[int, str, set[str]]]:
-    """Run several commands, one after the other, in one new process.
+    """Run several commands of svdpp, one after the other, in one new process.
 
     Return the exit code, the stdout and the newly imported modules of each command.
     """
@@ -154,7 +152,7 @@ def python(
 
 
 def assert_error(answer: Answer, code: int, *words: str) -> None:
-    """Check the exit code and the error of a command.
+    """Check the exit code of a command of svdpp, and the error that it printed.
 
     stderr must have one sentence, with all `words`, and at most one hint. stdout must be empty, or
     have the same error as JSON.

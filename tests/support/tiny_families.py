@@ -85,7 +85,7 @@ _OPTIONS = {"max_shard_size", "variant"}
 def chosen(
     quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
 ) -> list[Any]:
-    """Return the test cases as pytest parameters.
+    """Return test cases of families as pytest parameters, with marks for `make test`, CI or all.
 
     `make test` runs the cases `quick`, CI also the cases `in_ci`, and the full test grids all
     cases.
@@ -98,7 +98,7 @@ def chosen(
 
 
 def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any) -> Path:
-    """Save a pipeline of a family with random weights to `folder`, and return the folder.
+    """Save a tiny pipeline of a family, with random weights, to `folder`; return the folder.
 
     `changes` may have options of `save_pretrained`, options of the function in `PARTS`, and
     components that replace those of that function. There are three further options. `configs` has
@@ -131,7 +131,7 @@ def save_tiny(family: str, folder: Path, *, image: bool = False, **changes: Any)
 
 
 def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None:
-    """Save a modular pipeline. `parts` has its components and values of its config."""
+    """Save a tiny modular pipeline. `parts` has its components and values of its config."""
     components = {name: part for name, part in parts.items() if name in pipe.component_names}
     for name in {"guider", "guider_2"} & components.keys():
         # the pipeline saves a guider only if the guider was loaded from files
@@ -147,7 +147,7 @@ def _save_modular(pipe: Any, parts: Parts, folder: Path, **options: Any) -> None
 
 
 def _name_published_classes(folder: Path, family: str, class_names: Mapping[str, str]) -> None:
-    """Write the class names of published checkpoints into `model_index.json`.
+    """Write the class names of published checkpoints into a tiny one's `model_index.json`.
 
     Without torchvision, some image processors of transformers cannot be created, so the checkpoint
     is saved with their PIL variants. Kandinsky's processor cannot be created at all.

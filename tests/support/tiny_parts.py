@@ -21,7 +21,7 @@ DENOISER = {"in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "num_
 
 
 def tokenizer() -> transformers.T5TokenizerFast:
-    """Return a tokenizer with a vocabulary of a few words."""
+    """Return a T5 tokenizer with a vocabulary of a few words, for tiny checkpoints."""
     special = ["<pad>", "</s>", "<unk>"]
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()  # as in the tokenizer of T5
@@ -36,7 +36,7 @@ def tokenizer() -> transformers.T5TokenizerFast:
 
 
 def letters(kind: str, *special: str, **options: Any) -> Any:
-    """Return a tokenizer of the transformers class `kind`, whose tokens are single letters."""
+    """Return a tokenizer of a transformers class for tiny checkpoints: tokens are letters."""
     letters = "abcdefghijklmnopqrstuvwxyz"
     tokens = [*special, "\u0120", "\u2581", *letters, *(f"{each}</w>" for each in letters)]
     vocabulary = {token: index for index, token in enumerate(tokens)}

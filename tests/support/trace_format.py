@@ -30,7 +30,7 @@ def read_trace(text: str) -> list[dict[str, Any]]:
 
 
 def check_trace(events: Iterable[_TraceEvent], *, is_whole: bool = True) -> None:
-    """Check the phases, fields, nesting, flows and track names of a trace.
+    """Check the phases, fields, nesting, flows and track names of a Chrome trace.
 
     Args:
         is_whole: Whether the writer has closed the file. If False, the last flow arrows may lack an
@@ -65,8 +65,7 @@ def _check_fields(event: _TraceEvent) -> None:
 
 
 def _check_nesting(slices: list[_Slice]) -> None:
-    """Check that the slices of a track nest: a slice ends before the next one begins, or contains
-    it.
+    """Check that a track's slices in a trace nest: one ends before the next, or contains it.
 
     Of two slices that start at the same time, the longer one must come first in the file.
     """
@@ -82,7 +81,7 @@ def _check_nesting(slices: list[_Slice]) -> None:
 def _check_flow(
     flow: list[_TraceEvent], slices: Mapping[Any, list[_Slice]], *, is_whole: bool
 ) -> None:
-    """Check that a flow has one start and one later finish, each within a slice."""
+    """Check that a trace's flow has one start and one later finish, each within a slice."""
     times = {event["ph"]: event["ts"] for event in flow}
     assert len(times) == len(flow), "two starts, or two ends, of one flow"
     assert len(times) == 2 or not is_whole, "a flow with one end"

@@ -199,7 +199,7 @@ class FaultyServers:
         database.execute(change.format("off"))
 
     def jobs(self) -> list[Job]:
-        """Return all jobs. First remove the files that servers would remove within two hours."""
+        """Return all jobs, after removing files without a job, as servers do within two hours."""
         url = None if self._database is None else self._database.url
         with contextlib.closing(JobQueue(self.data, url=url)) as queue:
             remove_leftovers_now(queue)

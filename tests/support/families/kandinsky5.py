@@ -15,7 +15,7 @@ _SIZE = size(32, 32, 17, max_sequence_length=1024)
 
 
 def qwen_vl() -> Parts:
-    """Return HunyuanVideo's components, with Kandinsky's Qwen text encoder as the first one."""
+    """Return HunyuanVideo's tiny components, with Kandinsky's Qwen as the first text encoder."""
     return {
         **hunyuan_video(image=False),
         "tokenizer": qwen_tokenizer(),

@@ -66,7 +66,7 @@ _UNREAD = {
 
 
 def _in_context(_: bool) -> Parts:
-    """Return components of LTX-2 with a VAE that has few latent positions.
+    """Return components of a tiny LTX-2 with a VAE that has few latent positions.
 
     Its encoder makes as many latent positions from a video as its decoder takes for a video of that
     size.

@@ -161,7 +161,7 @@ def _wan22_modular(image: bool) -> Parts:
 
 
 def _guided(family: str, guider: Any, **changes: Any) -> Case:
-    """Return the case of a modular checkpoint with a guider; two experts get one guider each."""
+    """Return the test case of a modular checkpoint with a guider, or one guider for each expert."""
     sizes = size(32, 32, 5, num_inference_steps=4)
     if family != "wan_modular":
         changes["guider_2"] = guider
