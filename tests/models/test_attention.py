@@ -34,7 +34,7 @@ from tests.support.range_checks import (
     TinyModel,
     check_every_cut,
     ranks,
-    run_reference,
+    reference_clip,
     whole_clip,
 )
 from tests.support.tiny_families import FIRST
@@ -139,10 +139,10 @@ def test_models_of_one_process_keep_their_own_backends(
     """
     tiny = tiny_models("wan")
     plain = Reference(tiny.checkpoint, tiny.model, "cpu", from_image=False)
-    before = run_reference(plain, tiny.sampling, tiny.request())
+    before = reference_clip(plain, tiny.sampling, tiny.request())
     Reference(tiny.checkpoint, with_backend(tiny), "cpu", from_image=False)
     load_engine_model(tiny.checkpoint, with_backend(tiny), tiny.sampling, "cpu", HEADS)
-    after = run_reference(plain, tiny.sampling, tiny.request())
+    after = reference_clip(plain, tiny.sampling, tiny.request())
     assert calls.keys() == {"native"}
     assert torch.equal(before[0][-1], after[0][-1])
 

@@ -35,7 +35,7 @@ from tests.support.range_checks import (
     nothing,
     ranks,
     read_folder,
-    run_reference,
+    reference_clip,
 )
 from tests.support.tiny_families import CASES, FIRST, save_tiny_wan
 
@@ -122,7 +122,7 @@ def test_a_modular_pipeline_runs_with_the_guider_of_its_checkpoint(
 
     model = model_of(checkpoint)
     reference = Reference(find_checkpoint(model), model, "cpu", from_image=False)
-    run_reference(reference, tiny_model.sampling, request)
+    reference_clip(reference, tiny_model.sampling, request)
     guiders = [pipe.guider for pipe in (*(each._pipe for each in models), reference.pipe)]
     assert [guider.config.guidance_rescale for guider in guiders] == [0.5] * 3
 
@@ -534,7 +534,7 @@ def test_the_script_of_the_manual_gives_the_recorded_hash(
         from_image=tiny_model.source is not None,
     )
     given = (reference.pipe, tiny_model.checkpoint, tiny_model.sampling, request, tiny_model.source)
-    latents, _, _ = run_reference(reference, tiny_model.sampling, request, tiny_model.source)
+    latents, _, _ = reference_clip(reference, tiny_model.sampling, request, tiny_model.source)
     ours = tensor_sha256(latents[-1])
     assert known["latents_sha256"](reference.pipe, **call_arguments(*given)) == ours
     if tiny_model.is_modular:

@@ -38,7 +38,7 @@ from tests.support.range_checks import (
     loaded,
     ranks,
     read_folder,
-    run_reference,
+    reference_clip,
     whole_clip,
 )
 from tests.support.tiny_families import save_tiny
@@ -89,7 +89,7 @@ def manual(
 ) -> Any:
     """Make a clip with diffusers, whose denoisers are loaded from files as its manual says.
 
-    Return what `run_reference` returns.
+    Return what `reference_clip` returns.
     """
     plain: Any = ModelConfig(name=str(folder), dtype=dtype)  # type: ignore[arg-type]
     checkpoint = tiny.checkpoint if tiny else read_folder(folder)
@@ -105,8 +105,8 @@ def manual(
         )
         setattr(reference.pipe, part, quantised)
     if tiny is not None:
-        return run_reference(reference, tiny.sampling, tiny.request(), tiny.source)
-    return run_reference(reference, sampling_of(folder), REQUEST)
+        return reference_clip(reference, tiny.sampling, tiny.request(), tiny.source)
+    return reference_clip(reference, sampling_of(folder), REQUEST)
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from tests.support.range_checks import (
     nothing,
     ranks,
     read_folder,
-    run_reference,
+    reference_clip,
     whole_clip,
 )
 
@@ -91,7 +91,7 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
 def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
     """Make a clip with diffusers, with LoRAs loaded as its manual says.
 
-    Return what `run_reference` returns.
+    Return what `reference_clip` returns.
     """
     model = ModelConfig(name=str(folder))
     reference = Reference(read_folder(folder), model, "cpu", from_image=False)
@@ -101,7 +101,7 @@ def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...
         pipe.load_lora_weights(lora.name, adapter_name=name, **options)
     if loras:
         pipe.set_adapters(names, [lora.weight for lora in loras])
-    return run_reference(reference, sampling, request)
+    return reference_clip(reference, sampling, request)
 
 
 #: Sets of LoRAs for clips that the same ranks make one after the other, as indices: A, B, none,

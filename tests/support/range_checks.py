@@ -236,10 +236,10 @@ def whole_clip(
     """
     checkpoint = find_checkpoint(model)
     reference = Reference(checkpoint, model, "cpu", from_image=image is not None)
-    return run_reference(reference, checkpoint.resolve_sampling(sampling), request, image)
+    return reference_clip(reference, checkpoint.resolve_sampling(sampling), request, image)
 
 
-def run_reference(
+def reference_clip(
     reference: Reference,
     sampling: SamplingConfig,
     request: ClipRequest,
