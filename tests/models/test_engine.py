@@ -318,11 +318,11 @@ SCHEDULER, NO_CODE = "scheduler/scheduler_config.json", "runs no code from a che
                 SKIPS,
                 GUIDER,
                 {"skip_layer_config": {"indices": [0], key: value}},
-                f"{key} in skip_layer_config",
+                f"{key} in skip_layer_config must be {allowed}: ",
             )
-            for key, value in (
-                *(("skip_attention", False), ("skip_ff", False), ("skip_attention_scores", True)),
-                ("fqn", "transformer_blocks"),
+            for key, value, allowed in (
+                *(("skip_attention", False, True), ("skip_ff", False, True)),
+                *(("skip_attention_scores", True, False), ("fqn", "layers", "auto or blocks")),
             )
         ),
         (

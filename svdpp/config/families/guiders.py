@@ -87,8 +87,9 @@ def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> Non
         )
     for key, supported in _SKIPPED_LAYERS.items():
         if values.get(key, supported[0]) not in supported:
+            allowed = " or ".join(map(str, supported))
             raise guider.error(
-                f"{key} in skip_layer_config must be {supported[-1]}: svdpp supports only guiders "
+                f"{key} in skip_layer_config must be {allowed}: svdpp supports only guiders "
                 "that skip whole layers of the denoiser",
                 "remove the key from skip_layer_config",
                 details={"key": f"skip_layer_config.{key}", "supported": list(supported)},
