@@ -8,6 +8,7 @@
     python -m benchmarks.forecasts wan         a CFG pair that computes with a tiny Wan
     python -m benchmarks.forecasts wan-modular the same Wan as a modular pipeline
     python -m benchmarks.forecasts wan-tiles   a CFG pair that shares a long decode in tiles
+    python -m benchmarks.forecasts ltx2        a CFG pair that computes with a tiny LTX-2
     python -m benchmarks.forecasts svd         a CFG pair that computes with the demo model
 
 In a CFG pair, each of two ranks evaluates one branch of the classifier-free guidance. Benchmarks
@@ -36,6 +37,7 @@ from svdpp.config import (
     WanSampling,
     sampling_defaults,
 )
+from svdpp.config.families.ltx2 import Ltx2ModularSampling
 from svdpp.config.families.wan import WanModularSampling
 from svdpp.diagnostics.run_metrics import average_costs
 from svdpp.driver.clips import ClipHandle
@@ -304,6 +306,30 @@ def wan_tiles() -> None:
         compute(ModelConfig(name=str(path), vae_tiling=True), sampling)
 
 
+def ltx2() -> None:
+    """Measure a small LTX-2 whose step has four evaluations, two on each rank of a CFG pair."""
+    from tests.support.tiny_families import save_tiny
+
+    heads, head = 4, 64
+    wide = {
+        "num_layers": 8,
+        "num_attention_heads": heads,
+        "attention_head_dim": head,
+        "cross_attention_dim": heads * head,
+    }
+    sampling = Ltx2ModularSampling(
+        num_inference_steps=20,
+        height=32,
+        width=32,
+        num_frames=9,
+        max_sequence_length=64,
+        stg_block=1,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_tiny(sampling.family, Path(folder), configs={"transformer": wide})
+        compute(ModelConfig(name=str(path), family=sampling.family), sampling)
+
+
 def svd() -> None:
     """Measure a CFG pair on the demo model; each rank of the pair gets half of a batch of two."""
     sampling = SvdSampling(num_inference_steps=12, height=256, width=256, num_frames=8)
@@ -311,7 +337,7 @@ def svd() -> None:
 
 
 if __name__ == "__main__":
-    functions = (splits, one_by_one, demo, pairs, decode, wan, wan_modular, wan_tiles, svd)
+    functions = (splits, one_by_one, demo, pairs, decode, wan, wan_modular, wan_tiles, ltx2, svd)
     comparisons = {function.__name__.replace("_", "-"): function for function in functions}
     parser = parser_of(__doc__)
     parser.add_argument("comparison", choices=comparisons)
