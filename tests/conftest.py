@@ -64,7 +64,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server_knows_svd() -> Iterator[None]:
-    """Let the fork server import SVD, whichever test starts it.
+    """Make the fork server import the modules for SVD, whichever test starts the server.
 
     All ranks of all tests share this server. Without the import in the server, each rank of SVD
     would import it again.
@@ -92,20 +92,20 @@ def one_thread() -> Iterator[None]:
 def _temporary_files() -> Iterator[None]:
     yield
     deadline = time.monotonic() + _GRACE_SECONDS
-    while _left() and time.monotonic() < deadline:
+    while _leftover_files() and time.monotonic() < deadline:
         time.sleep(0.05)
-    left = {name: _found_after.get(name, "the last test") for name in _left()}
+    left = {name: _found_after.get(name, "the last test") for name in _leftover_files()}
     assert not left, "left among the temporary files, and first seen after: " + str(left)
 
 
 @pytest.fixture(autouse=True)
 def _temporary_files_of_a_test(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    for name in _left():
+    for name in _leftover_files():
         _found_after.setdefault(name, request.node.nodeid)
 
 
-def _left() -> list[str]:
+def _leftover_files() -> list[str]:
     """Return the names of files that tests have left in the session's folder.
 
     The sockets of this process's fork server last as long as the process, and so does matplotlib's
@@ -120,7 +120,7 @@ def _left() -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _errors_have_their_numbers_in_details(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Check that each error raised during a test has the numbers of its message in `details`."""
+    """Check that each `SvdppError` raised in a test has the numbers of its message in `details`."""
     missing: list[str] = []
     construct = SvdppError.__init__
 

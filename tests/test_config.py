@@ -35,8 +35,8 @@ INF, NAN = math.inf, math.nan
 THREADS = limits.max_threads()
 
 
-def pipeline(**given: Any) -> PipelineConfig:
-    """Return a configuration of two ranks.
+def pipeline_config(**given: Any) -> PipelineConfig:
+    """Return the configuration of a pipeline, by default with two ranks.
 
     `dtype` and sampling fields are passed to their classes.
     """
@@ -67,15 +67,27 @@ REFUSED = [
         "`min_guidance_scale` 2.0 is above 1 but `max_guidance_scale` 1.0 is not",
     ),
     (SvdSampling, {"num_frames": 1}, "one frame uses only `min_guidance_scale`"),
-    (pipeline, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
-    (pipeline, {"num_threads": 0}, f"`num_threads` must be 1 to {THREADS} on this machine, got 0"),
-    (pipeline, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
+    (pipeline_config, {"world_size": 3}, "28 steps cannot be split evenly over 3 ranks"),
+    (
+        pipeline_config,
+        {"num_threads": 0},
+        f"`num_threads` must be 1 to {THREADS} on this machine, got 0",
+    ),
+    (pipeline_config, {"num_threads": THREADS + 1}, f"must be 1 to {THREADS} on this machine, got"),
     *[
-        (pipeline, {"device": device}, f"`device` must be cpu, cuda or cuda:N, got {device!r}")
+        (
+            pipeline_config,
+            {"device": device},
+            f"`device` must be cpu, cuda or cuda:N, got {device!r}",
+        )
         for device in DEVICES
     ],
     *[
-        (pipeline, {name: value}, f"`{name}` must be above 0 and at most 604800 s, got {value!r}")
+        (
+            pipeline_config,
+            {name: value},
+            f"`{name}` must be above 0 and at most 604800 s, got {value!r}",
+        )
         for name in ("timeout_seconds", "start_timeout_seconds", "heartbeat_timeout_seconds")
         for value in (0.0, 604801, NAN)
     ],
@@ -85,12 +97,12 @@ REFUSED = [
 ]
 
 
-def _name(value: object) -> str:
-    """Return a test id that is the same in every process, which pytest-xdist needs."""
+def _test_id(value: object) -> str:
+    """Return the test id of a parameter, the same in every process, as pytest-xdist needs."""
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize(("make", "given", "words"), REFUSED, ids=_name)
+@pytest.mark.parametrize(("make", "given", "words"), REFUSED, ids=_test_id)
 def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words: str) -> None:
     with pytest.raises(RequestError) as caught:
         make(**given)
@@ -106,12 +118,15 @@ def test_what_cannot_be_done_is_refused(make: Any, given: dict[str, Any], words:
     ("make", "name"),
     [
         *((SvdSampling, name) for name in (*params_of(SvdSampling), "fit")),
-        *((pipeline, name) for name in ("world_size", "num_threads", "device", "timeout_seconds")),
+        *(
+            (pipeline_config, name)
+            for name in ("world_size", "num_threads", "device", "timeout_seconds")
+        ),
         *((ModelConfig, name) for name in ("name", "dtype")),
         *((partial(OutputConfig, path="x"), name) for name in ("format", "crf")),
         (ClipRequest, "seed"),
     ],
-    ids=_name,
+    ids=_test_id,
 )
 def test_a_value_of_another_type_or_beyond_any_limit_is_refused(make: Any, name: str) -> None:
     """A value of a wrong type or far beyond a limit gives a RequestError.
@@ -208,7 +223,7 @@ def test_the_last_that_can_be_done_is_accepted() -> None:
     SvdSampling(fps=240, motion_bucket_id=1023, min_guidance_scale=0.0, max_guidance_scale=0.0)
     SvdSampling(num_frames=1, max_guidance_scale=1.0)
     SvdSampling(num_frames=1, min_guidance_scale=1.5)
-    pipeline(world_size=28, device="cuda:17", num_threads=THREADS)
+    pipeline_config(world_size=28, device="cuda:17", num_threads=THREADS)
     for crf, seed in ((0, 0), (51, 2**63 - 1)):
         OutputConfig(path="x", crf=crf)
         ClipRequest(seed=seed)
@@ -223,7 +238,7 @@ def test_guidance_that_rounds_to_one_is_refused(dtype: str, exponent: int) -> No
     types = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
     for scale in (1 + 2.0**-exponent, 1 + 1.5 * 2.0**-exponent):
         try:
-            pipeline(max_guidance_scale=scale, dtype=dtype)
+            pipeline_config(max_guidance_scale=scale, dtype=dtype)
             refused = False
         except RequestError:
             refused = True

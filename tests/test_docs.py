@@ -69,7 +69,7 @@ _PROGRAM = re.compile(r"(?:\$ )?((?:svdpp|pip|make|export|torchrun|srun|curl) .*
 
 
 def _commands(page: Path) -> Iterator[str]:
-    """Yield the commands in a page's code blocks, each on one line and without its comment."""
+    """Yield the commands in the code blocks of a page of the docs, each on one line."""
     for block in code_blocks(page.read_text(encoding="utf-8")):
         if block.language not in ("", "bash", "console"):
             continue
@@ -100,7 +100,7 @@ def test_every_option_exists(page: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the files that the commands on the pages name."""
+    """Folder with the files that the commands in the docs name."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "photos").mkdir()
     for name in ("rocket.jpg", "photo.jpg", "photo.png", "photos/cat.jpg"):
@@ -121,8 +121,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _settings(name: str, arguments: list[str]) -> list[str]:
-    """Return the `SETTINGS` of a command. There are none to verify a finished clip."""
+def _quick_options(name: str, arguments: list[str]) -> list[str]:
+    """Return options that make a command of the docs quick: none to verify a finished clip."""
     is_finished = any(Path(word).is_dir() or word.endswith((".mp4", ".json")) for word in arguments)
     if name == "verify" and is_finished:
         return []
@@ -153,7 +153,7 @@ def test_commands_run(
     for command in _SHOWN[page]:
         if not command.startswith(tuple(NOT_RUN)):
             name, *arguments = shlex.split(command)[1:]
-            answer = svdpp_here(name, *_settings(name, arguments), *arguments)
+            answer = svdpp_here(name, *_quick_options(name, arguments), *arguments)
             print(command, answer.out, answer.err, sep="\n")
             assert answer.code == 0, command
 
@@ -164,7 +164,7 @@ _SOURCE_FILE = re.compile(r"(?:\w+/)+\w+\.(?:py|md|yaml)")
 
 
 def _anchors(page: Path) -> set[str]:
-    """Return the anchors that GitHub creates for the headings of `page`."""
+    """Return the anchors that GitHub creates for the headings of a page of the docs."""
     texts = headings(page.read_text(encoding="utf-8"))
     return {re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-") for text in texts}
 

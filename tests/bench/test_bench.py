@@ -160,8 +160,8 @@ def test_each_image_has_the_first_seed_before_any_has_the_second() -> None:
     assert names[:5] == ["astronaut", "chelsea", "coffee", "rocket", "astronaut"]
 
 
-def _measure_but(monkeypatch: pytest.MonkeyPatch, too_large: str) -> list[tuple[int, str]]:
-    """Replace the measurement by one without ranks, in which the case `too_large` has no memory.
+def _replace_measurement(monkeypatch: pytest.MonkeyPatch, too_large: str) -> list[tuple[int, str]]:
+    """Replace a benchmark's measurement by a stand-in; the case `too_large` runs out of memory.
 
     Return the list of measured rounds, which grows during the test.
     """
@@ -180,7 +180,7 @@ def _measure_but(monkeypatch: pytest.MonkeyPatch, too_large: str) -> list[tuple[
 def test_cases_take_turns_and_one_that_does_not_fit_is_a_result(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked = _measure_but(monkeypatch, DATA_PARALLEL)
+    asked = _replace_measurement(monkeypatch, DATA_PARALLEL)
     one = bench_of("dummy", "measure.repeats=2")
     said: list[str] = []
     one.run(said.append, print)
@@ -196,7 +196,7 @@ def test_cases_take_turns_and_one_that_does_not_fit_is_a_result(
 
 
 def test_a_pipeline_that_does_not_fit_ends_the_bench(monkeypatch: pytest.MonkeyPatch) -> None:
-    _measure_but(monkeypatch, PIPELINE)
+    _replace_measurement(monkeypatch, PIPELINE)
     with pytest.raises(OutOfMemoryError):
         bench_of().run(print, print)
 
@@ -286,7 +286,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "environment", lambda: ENVIRONMENT)
 
 
-def _bench(
+def _write_results(
     folder: Path,
     pipeline: tuple[float, ...] = TOGETHER,
     alone: tuple[float, ...] = ALONE,
@@ -295,7 +295,7 @@ def _bench(
     sha256: str = "aa",
     **environment: Any,
 ) -> Path:
-    """Write the results of a benchmark with the given clips per minute; return their folder."""
+    """Write results of a benchmark with the given clips per minute; return their folder."""
     one = bench_of("dummy", *overrides)
     for case, rates in ((PIPELINE, pipeline), (ONE_DEVICE, alone)):
         for number, rate in enumerate(rates):
@@ -312,7 +312,7 @@ def _times(factor: float, rates: tuple[float, ...]) -> tuple[float, ...]:
 
 def test_the_same_again_is_equal(tmp_path: Path) -> None:
     again = _times(1.02, TOGETHER[::-1])
-    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", again))
+    found = compare(_write_results(tmp_path / "a"), _write_results(tmp_path / "b", again))
 
     assert found.verdict == "equal: every difference is noise"
     assert found.is_equal is True
@@ -327,7 +327,9 @@ def test_the_same_again_is_equal(tmp_path: Path) -> None:
 
 def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
     slower = _times(0.85, TOGETHER)
-    found = compare(_bench(tmp_path / "a"), _bench(tmp_path / "b", slower, sha256="other"))
+    found = compare(
+        _write_results(tmp_path / "a"), _write_results(tmp_path / "b", slower, sha256="other")
+    )
 
     assert found.is_equal is found.same_bits is False
     assert found.verdict.startswith("different: pipeline / diffusers, pipeline: clips/min")
@@ -343,30 +345,32 @@ def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
 
     On another machine it is a real difference.
     """
-    a, slow = _bench(tmp_path / "a"), (_times(0.9, TOGETHER), _times(0.9, ALONE))
-    assert compare(a, _bench(tmp_path / "b", *slow)).is_equal is True
+    a, slow = _write_results(tmp_path / "a"), (_times(0.9, TOGETHER), _times(0.9, ALONE))
+    assert compare(a, _write_results(tmp_path / "b", *slow)).is_equal is True
 
     host = {**ENVIRONMENT["host"], "cpu": "slow"}  # type: ignore[dict-item]
-    found = compare(a, _bench(tmp_path / "c", *slow, host=host))
+    found = compare(a, _write_results(tmp_path / "c", *slow, host=host))
     assert found.machines == ["host.cpu: fast, slow"]
     assert [each.is_noise for each in found.ratios[:3]] == [True, False, False]
 
 
 def test_another_workload_has_another_yardstick(tmp_path: Path) -> None:
     half = _times(0.5, TOGETHER), _times(0.5, ALONE)
-    other = _bench(tmp_path / "b", *half, overrides=("workload.images=[a.jpg]",), sha256="bb")
-    found = compare(_bench(tmp_path / "a"), other)
+    other = _write_results(
+        tmp_path / "b", *half, overrides=("workload.images=[a.jpg]",), sha256="bb"
+    )
+    found = compare(_write_results(tmp_path / "a"), other)
     assert found.settings == ["workload.images: [], ['a.jpg']"]
     assert found.same_bits is None  # the clips are different ones
     assert found.ratios[2].is_noise is False
 
 
 def test_one_round_says_nothing_of_its_spread(tmp_path: Path) -> None:
-    other = _bench(tmp_path / "other")
-    found = compare(_bench(tmp_path / "a", (100.0,), (50.0,)), other)
+    other = _write_results(tmp_path / "other")
+    found = compare(_write_results(tmp_path / "a", (100.0,), (50.0,)), other)
     assert found.ratios[1].low is None
     assert found.is_equal is True  # the ratio is so close to 1 that the spread does not matter
-    found = compare(_bench(tmp_path / "b", (80.0,), (50.0,)), other)
+    found = compare(_write_results(tmp_path / "b", (80.0,), (50.0,)), other)
     assert found.is_equal is None
     assert "--measure.repeats" in found.verdict
 
@@ -397,7 +401,7 @@ def test_one_wild_round_does_not_hide_what_is_plain() -> None:
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])
 @pytest.mark.parametrize("text", [None, "{", "{}", "[]", '{"versions": 1}'])
 def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_path: Path) -> None:
-    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b")
+    a, b = _write_results(tmp_path / "a"), _write_results(tmp_path / "b")
     (b / name).unlink()
     if text is not None:
         (b / name).write_text(text)
@@ -407,7 +411,7 @@ def test_what_is_no_finished_bench_is_refused(name: str, text: str | None, tmp_p
 
 
 def test_an_arm_that_did_not_fit_is_left_out(tmp_path: Path) -> None:
-    a, b = _bench(tmp_path / "a"), _bench(tmp_path / "b", alone=())
+    a, b = _write_results(tmp_path / "a"), _write_results(tmp_path / "b", alone=())
     for one, other in ((a, b), (b, a), (b, b)):
         assert [each.name for each in compare(one, other).ratios] == [
             *("pipeline: clips/min", "pipeline: first clip, s", "pipeline: step, s")

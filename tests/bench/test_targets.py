@@ -47,8 +47,8 @@ from tests.support.made_up_runs import (
 )
 
 
-def _finished(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Bench]:
-    """Write the results of a benchmark whose clip takes 2 s in the pipeline and 4 s in diffusers.
+def _write_dummy_results(folder: Path, *overrides: str) -> tuple[Path, dict[str, Any], Bench]:
+    """Write results of a benchmark whose clips take 2 s in the pipeline and 4 s in diffusers.
 
     Return the folder, the summary and the benchmark.
     """
@@ -83,7 +83,7 @@ def test_a_target_that_cannot_be_is_refused(override: str, words: str) -> None:
 def test_every_figure_of_a_summary_is_a_target_by_its_name(tmp_path: Path) -> None:
     names = [*METRICS, *(f"diffusers.{name}" for name in METRICS), "speedup_over_diffusers"]
     overrides = [f"targets.{name}.max=1e9" for name in names]
-    _, found, _ = _finished(tmp_path, *overrides)
+    _, found, _ = _write_dummy_results(tmp_path, *overrides)
 
     assert tuple(found["cases"][PIPELINE]["over_rounds"]) == METRICS
     assert [each["name"] for each in found["targets"]] == names
@@ -103,7 +103,7 @@ def test_a_missed_target_is_named_with_bound_and_figure(tmp_path: Path) -> None:
         "speedup_over_diffusers.min=1.5",
         "clips={min: 1, max: 1}",
     )
-    _, found, one = _finished(tmp_path, *(f"targets.{bound}" for bound in bounds))
+    _, found, one = _write_dummy_results(tmp_path, *(f"targets.{bound}" for bound in bounds))
     rows = outcomes(one.bench_config.targets, found)
     assert rows[:2] == [
         Outcome("makespan_seconds", "<= 1.5", 2.0, met=False),
@@ -148,7 +148,7 @@ def test_the_flops_are_those_of_the_models_real_calls(tmp_path: Path) -> None:
 
     A step has two 3x3x3 convolutions, from 4 to 16 channels and back, on 14x64x64 positions.
     """
-    folder, found, _ = _finished(tmp_path, "measure.peak_tflops=0.01")
+    folder, found, _ = _write_dummy_results(tmp_path, "measure.peak_tflops=0.01")
     step = 2 * 2 * 27 * 4 * 16 * 14 * 64 * 64
     assert found["flops"] == {"encode": 0, "step": step, "decode": 0}
     metrics = found["cases"][PIPELINE]["over_rounds"]
@@ -169,7 +169,7 @@ def test_the_hash_is_that_of_what_is_measured(tmp_path: Path) -> None:
 
 
 def test_spans_and_table_hold_every_round(tmp_path: Path) -> None:
-    folder, found, one = _finished(tmp_path)
+    folder, found, one = _write_dummy_results(tmp_path)
     spans = [json.loads(line) for line in (folder / SPANS).read_text().splitlines()]
     first = [span for span in spans if (span["case"], span["round"]) == (PIPELINE, 0)]
     assert [(span["kind"], span.get("step"), span["start"], span["end"]) for span in first] == [

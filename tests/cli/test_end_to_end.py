@@ -44,9 +44,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
-    """Make a clip with diffusers, without svdpp; return the hashes of the final latent and the
-    frames.
-    """
+    """Make a clip with diffusers alone; return the sha256 of its final latent and of its frames."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     last: dict[str, Any] = {}
@@ -72,7 +70,7 @@ def _diffusers_sha256(pipe: Any, photo: Path, seed: int) -> tuple[str, str]:
 
 @pytest.fixture(scope="module")
 def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, Answer]:
-    """Command that makes two clips of each of two images, its output folder, and its result.
+    """Finished `svdpp run` with two clips of each of two images: command, output folder, result.
 
     The command runs in this process; tests/serve/test_run_at_server.py runs one in a new process.
     """

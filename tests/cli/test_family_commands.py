@@ -37,7 +37,10 @@ SIZES = {"wan": SMALL, "ltx": "--frames 9 --height 64 --width 96 --max-prompt-to
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with tiny models, an image and a video. The decoder of its LTX-Video draws noise."""
+    """Folder with tiny models, an image and a video, in which the commands run.
+
+    The decoder of the LTX-Video model draws noise.
+    """
     folder = tmp_path_factory.mktemp("files")
     save_tiny_wan(folder / "wan", boundary_ratio=0.875)
     save_tiny_wan(folder / "wan21")

@@ -12,8 +12,8 @@ from svdpp.cli.options.complete import families
 from tests.support.shell import parsed, svdpp_alone, svdpp_here
 
 
-def _shown(text: str) -> list[str]:
-    """Return the options that a help text shows."""
+def _listed_options(text: str) -> list[str]:
+    """Return the options that a command's help text lists, in its order."""
     return re.findall(r"^│ (--[a-z-]+)", text, re.M)
 
 
@@ -29,7 +29,7 @@ def test_help_fits_a_screen_and_its_examples_are_command_lines(name: str) -> Non
     assert max(map(len, whole.splitlines())) <= 80
     assert COMMANDS[name].split(":")[0] in " ".join(text.split())
     options = {one.opts[0] for one in spec.params if one.param_type_name == "option"}
-    assert {*_shown(text)} <= {*_shown(whole)} == options
+    assert {*_listed_options(text)} <= {*_listed_options(whole)} == options
     # Help texts must not have square brackets, because rich reads them as markup.
     assert not any("[" in (one.help or "") for one in spec.params)  # type: ignore[attr-defined]
     shown = [line.strip() for line in examples.strip().splitlines()]
@@ -47,7 +47,9 @@ def test_help_of_run_shows_the_common_options_in_panels() -> None:
         "prompt prompts jobs negative-prompt model lora out seed seeds steps frames width height"
     )
     common += " fps fit guidance-scale gpus layout decode-chunk-size resume overwrite dry-run"
-    assert {*_shown(text)} == {f"--{name}" for name in [*common.split(), "help", "help-all"]}
+    assert {*_listed_options(text)} == {
+        f"--{name}" for name in [*common.split(), "help", "help-all"]
+    }
     whole = svdpp_here("run", "--help-all").out
     assert re.findall(r"^╭─ ([A-Z][a-z ]+) ─", whole, re.M) == [*titles, "Recovery", "Diagnostics"]
 

@@ -30,8 +30,8 @@ def _options(command: str) -> frozenset[str]:
 
 
 @cache
-def _hints() -> frozenset[str]:
-    """Return all texts in svdpp that name an option or a field.
+def _hint_texts() -> frozenset[str]:
+    """Return all strings in svdpp's source, except docstrings, that name an option or a field.
 
     Placeholders of f-strings are replaced by the number 7.
     """
@@ -62,7 +62,7 @@ def _texts() -> Iterator[str]:
 
 
 def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of docstrings, and of descriptions whose backticks are Markdown."""
+    """Yield the syntax nodes at `node` that are a docstring, or a description in Markdown."""
     if isinstance(node, ast.Expr):
         yield node.value
     elif isinstance(node, ast.keyword) and node.arg in ("description", "help"):
@@ -75,15 +75,15 @@ def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
 
 def test_texts_name_fields_that_have_an_option() -> None:
     """Every field in backticks in a text has an option, which the command line writes instead."""
-    assert {field for text in _hints() for field in fields_in(text)} <= option_names().keys()
+    assert {field for text in _hint_texts() for field in fields_in(text)} <= option_names().keys()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_hint_names_only_options_of_the_command(command: str) -> None:
     """A hint, as the command prints it, names only options that the command has."""
-    assert len(_hints()) > 50
+    assert len(_hint_texts()) > 50
     console = Console(options=_options(command))
-    for hint in _hints():
+    for hint in _hint_texts():
         said = console.hint(hint)
         for other, words in _COMMAND.findall(said):
             assert {*_OPTION.findall(words)} <= (_options(other) if other in COMMANDS else set()), (

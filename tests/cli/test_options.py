@@ -1,4 +1,4 @@
-"""Options: values, environment variables, and their effect on a run."""
+"""Options of commands: values, environment variables, and their effect on a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.support.shell import (
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run each test in an empty folder, and without the memory estimate, which takes a second."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(resolve, "estimate_ranks", lambda *_, **__: [])
@@ -295,8 +295,8 @@ def test_commands_agree_on_ranks_that_do_not_divide_the_steps() -> None:
 # --- inputs and outputs of a run ----------------------------------------------------------------
 
 
-def photograph(name: str) -> str:
-    """Copy an image to the path `name`, and return the path."""
+def copy_photo(name: str) -> str:
+    """Copy an example photo to the path `name`, and return the path."""
     Path(name).parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(PHOTO, name)
     return name
@@ -309,8 +309,8 @@ def dry_run(*options: str) -> dict[str, Any]:
     return result
 
 
-def names(*options: str) -> list[str]:
-    """Return the output names of the clips that a run would make."""
+def output_names(*options: str) -> list[str]:
+    """Return the output names of the clips that `svdpp run --dry-run` lists."""
     return [clip["output"] for clip in dry_run(*options)["clips"]]
 
 
@@ -327,7 +327,7 @@ def test_a_dry_run_shows_everything_and_makes_nothing() -> None:
 
 
 def test_lines_of_a_jobs_file_override_options() -> None:
-    photograph("in/one.jpg")
+    copy_photo("in/one.jpg")
     lines = '{"image": "one.jpg", "size": "64x32"}\n{"image": "one.jpg", "steps": 4, "seed": 3}\n'
     Path("in/jobs.jsonl").write_text(lines)
     result = dry_run("--jobs", "in/jobs.jsonl", "--seed", "5", "--name", "{index}-{stem}-{seed}")
@@ -354,7 +354,7 @@ def test_lines_of_a_jobs_file_override_options() -> None:
 
 def test_prompts_are_beside_their_images(tmp_path: Path) -> None:
     images = [
-        MediaFile(Path(photograph(f"{tmp_path}/{name}.jpg")), "0" * 64, 64, 64) for name in "abc"
+        MediaFile(Path(copy_photo(f"{tmp_path}/{name}.jpg")), "0" * 64, 64, 64) for name in "abc"
     ]
     (tmp_path / "a.txt").write_text("a wave\n breaks \n")
     options = PromptOptions(prompts=Path("same-stem"))
@@ -368,12 +368,12 @@ def test_prompts_are_beside_their_images(tmp_path: Path) -> None:
 
 
 def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None:
-    photograph("photos/one.jpg")
+    copy_photo("photos/one.jpg")
     Path("photos/bad.png").write_text("x")
     answer = svdpp_here("run", "photos", *DEMO, *TINY)
 
     assert_error(answer, 7, "'photos/bad.png' is not an image", "--keep-going makes the clips of")
-    assert names("photos", "--keep-going") == ["one_0.mp4"]
+    assert output_names("photos", "--keep-going") == ["one_0.mp4"]
     assert "--keep-going" not in svdpp_here("run", "photos/bad.png", *DEMO, *TINY).err
     assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err
 
@@ -387,13 +387,13 @@ def test_a_misspelt_photograph_is_refused_before_torch_is_imported() -> None:
 
 
 def test_names_of_clips() -> None:
-    two = (PHOTO, photograph("b c.jpg"))
-    assert names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
-    assert names(*two, "-o", "b c", "--format", "frames") == ["rocket_0", "b c_0"]
-    assert names(PHOTO, "-o", "sea.mp4") == ["sea.mp4"]
-    assert names(PHOTO, "-o", "deep/{sea}.GIF") == ["{sea}.gif"]
+    two = (PHOTO, copy_photo("b c.jpg"))
+    assert output_names(*two) == ["rocket_0.mp4", "b c_0.mp4"]
+    assert output_names(*two, "-o", "b c", "--format", "frames") == ["rocket_0", "b c_0"]
+    assert output_names(PHOTO, "-o", "sea.mp4") == ["sea.mp4"]
+    assert output_names(PHOTO, "-o", "deep/{sea}.GIF") == ["{sea}.gif"]
     Path("folder.mp4").mkdir()
-    assert names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
+    assert output_names(PHOTO, "-o", "folder.mp4") == ["rocket_0.mp4"]
 
 
 # --- messages at the end of a run -----------------------------------------------------------------

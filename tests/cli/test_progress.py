@@ -45,10 +45,10 @@ Events = Sequence[tuple[int, Event]]
 LOST = {"type": "OutputError", "message": "it cannot be written", "hint": ""}
 
 
-def watch(
+def show_progress(
     events: Events, *, term: str, decodes: bool = False, **about: Any
 ) -> tuple[Progress, list[str]]:
-    """Return the progress after `events`, and all lines that it has written.
+    """Display the progress of a run during `events`; return it and all lines that it wrote.
 
     `term` is the type of terminal; "none" stands for a file.
     """
@@ -80,7 +80,7 @@ def test_a_settled_clip_is_counted_once() -> None:
         (0, ClipFailed(clip=0, error=LOST)),
         (0, ClipDone(clip=1, metadata={"output": "b.mp4", "wall_seconds": 3.21})),
     )
-    assert watch(events, term="none")[1] == [
+    assert show_progress(events, term="none")[1] == [
         "run: none in 'D': so",
         "run: 1 of 2 clips: clip 1 -> a.mp4",
         "run: 2 of 2 clips: clip 2 -> b.mp4, 3.2 s",
@@ -100,7 +100,7 @@ EVENTS: Events = (
 
 def test_a_terminal_shows_a_line_a_rank() -> None:
     labels = ["a-very-long-name-of-an-image-that-goes-on.jpg", "b.jpg"]
-    lines = watch(EVENTS, term="xterm", labels=labels)[1][-3:]
+    lines = show_progress(EVENTS, term="xterm", labels=labels)[1][-3:]
 
     # Each of two clips has 28 steps, half of them on each rank. Two steps are done, and took 2 s
     # each.
@@ -125,7 +125,7 @@ def test_a_terminal_shows_a_line_a_rank() -> None:
     ],
 )
 def test_the_summary(about: dict[str, Any], events: Events, said: str) -> None:
-    lines = watch(events, term="xterm", **about)[1]
+    lines = show_progress(events, term="xterm", **about)[1]
     assert [line for line in lines if line.startswith("run: ")][-1] == said
     assert any("rank 0" in line for line in lines) == about.get("ranks", True)
 
@@ -133,7 +133,7 @@ def test_the_summary(about: dict[str, Any], events: Events, said: str) -> None:
 @pytest.mark.parametrize("term", ["none", "dumb"])
 def test_elsewhere_every_clip_is_a_plain_line_and_the_closing_line_counts(term: str) -> None:
     made = ClipDone(clip=1, metadata={"output": "b_1.mp4", "wall_seconds": 9.96})
-    progress, lines = watch(((1, ClipFailed(clip=0, error=LOST)), (1, made)), term=term)
+    progress, lines = show_progress(((1, ClipFailed(clip=0, error=LOST)), (1, made)), term=term)
     assert lines == [
         "run: clip 1 failed: it cannot be written",
         "run: 1 of 2 clips: clip 2 -> b_1.mp4, 10.0 s",
@@ -145,7 +145,7 @@ def test_elsewhere_a_line_now_and_then_shows_that_the_run_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("svdpp.cli.progress._LINE_SECONDS", 0.0)
-    assert watch(EVENTS[:1], term="none")[1] == ["run: 0 of 2 clips, starting, 0:00"]
+    assert show_progress(EVENTS[:1], term="none")[1] == ["run: 0 of 2 clips, starting, 0:00"]
 
 
 @pytest.mark.slow

@@ -121,7 +121,7 @@ REFUSED = [
 
 @pytest.fixture
 def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Create the files that the command lines name, in an empty working folder."""
+    """Create the files that the refused command lines name, in an empty working folder."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_bytes(b"mine")
     Path("folder").mkdir()
@@ -133,8 +133,8 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("big.png").write_bytes(png(6000, 4001, 1, 0, bytes(751 * 4001)))
 
 
-def _files() -> dict[Path, int]:
-    """Return the modification time of each file, and 0 for each folder.
+def _modification_times() -> dict[Path, int]:
+    """Return the modification time of each file in the working folder, and 0 for each folder.
 
     A folder's time changes when a lock file is created and removed.
     """
@@ -149,13 +149,13 @@ def _files() -> dict[Path, int]:
 )
 def test_refused(line: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("svdpp.driver.pipeline.Pipeline.__enter__", None)  # no ranks can start
-    command, before = shlex.split(line), _files()
+    command, before = shlex.split(line), _modification_times()
     assert_error(svdpp_here(*command), code, words)
     as_json = svdpp_here(*command, "--json")
     assert_error(as_json, code, words)
     field = json.loads(as_json.out)["error"]["field"]
     assert field is None or field in option_names() or command[0] == "bench", field
-    assert _files() == before
+    assert _modification_times() == before
 
 
 @pytest.mark.parametrize(

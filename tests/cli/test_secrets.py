@@ -19,7 +19,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Home folder with an image, and a model that lacks a weight."""
+    """Home folder of a user, with an image, and a checkpoint that lacks a weight."""
     folder = tmp_path_factory.mktemp("users") / "markedhome"
     file = save_tiny_checkpoint(folder / "models/broken") / UNET
     weights = load_file(file)

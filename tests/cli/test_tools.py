@@ -158,7 +158,7 @@ def test_a_wild_range_is_as_short_as_another() -> None:
 
 @pytest.fixture(scope="module")
 def benched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Answer]:
-    """Folder in which a bench was run, and the result of the command."""
+    """Folder in which `svdpp bench` was run, and the result of the command."""
     place = tmp_path_factory.mktemp("benched")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)

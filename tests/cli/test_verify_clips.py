@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with an image, and three clips in `out`: two videos and one folder of frames."""
+    """Folder with an image and the results of `svdpp run`: two videos and one folder of frames."""
     folder = tmp_path_factory.mktemp("made")
     shutil.copy(PHOTO, folder / "rocket.jpg")
     run = ("run", "rocket.jpg", *DEMO, *TINY, "--world", "1", "-q")
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def out(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder `out` in a copy of `made`, which a test may change. The copy is the working folder."""
+    """Output folder with three clips, which a test may change. Its parent is the working folder."""
     shutil.copytree(made, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path / "out"
@@ -130,7 +130,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
 
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a test fail if invalid metadata is accepted, and the reference starts."""
+    """Make a test fail if `svdpp verify` accepts invalid metadata, and starts the reference."""
     monkeypatch.setattr(clip_verification, "run_reference", None)
 
 
@@ -152,8 +152,8 @@ def test_metadata_beyond_the_limits_is_refused_before_any_work(
     assert_error(svdpp_here("verify", "out/rocket_0.mp4"), 2, words)
 
 
-def damaged_records(record: dict[str, Any]) -> dict[str, str]:
-    """Return texts that are no valid metadata of a clip, by the name of the defect."""
+def invalid_metadata(record: dict[str, Any]) -> dict[str, str]:
+    """Return invalid variants of a clip's metadata, as texts by the name of the defect."""
     texts = {
         "empty": "",
         "cut short": json.dumps(record)[:-9],
@@ -191,7 +191,7 @@ def test_verify_refuses_what_is_no_metadata(out: Path) -> None:
     """Any JSON file that is no valid metadata gives one sentence and exit code 7."""
     bad = []
     record = json.loads((out / "rocket_0.mp4.json").read_text())
-    for what, text in damaged_records(record).items():
+    for what, text in invalid_metadata(record).items():
         Path("damaged.json").write_text(text, encoding="utf-8", errors="surrogateescape")
         result = svdpp_here("verify", "damaged.json")
         if result.code != 7 or result.out or len(result.err.splitlines()) > 2:

@@ -33,8 +33,8 @@ _READS = {"numpy", "cpu", "item", "tolist"}
 _REDUCTIONS = {"all", "any", "max", "min", "sum", "mean", "norm"}
 
 
-def _forbidden(call: ast.Call) -> str | None:
-    """Return the name of a forbidden operation: to create a stream, wait for one, or read a tensor.
+def _forbidden_operation(call: ast.Call) -> str | None:
+    """Return the operation by which a call uses a CUDA stream or reads a device tensor.
 
     Return None for all other calls.
     """
@@ -62,7 +62,9 @@ def _forbidden(call: ast.Call) -> str | None:
 
 def _forbidden_calls(source: str, allowed: Iterable[str] = ()) -> list[str]:
     calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return [ast.unparse(call) for call in calls if _forbidden(call) not in (None, *allowed)]
+    return [
+        ast.unparse(call) for call in calls if _forbidden_operation(call) not in (None, *allowed)
+    ]
 
 
 def test_only_one_module_makes_streams_or_reads_tensors_on_devices() -> None:

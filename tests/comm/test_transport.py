@@ -44,7 +44,7 @@ RankFunction = Callable[..., Any]
 def run_ranks(
     function: RankFunction, world_size: int, *arguments: Any, timeout: float = HANG_SECONDS
 ) -> list[Any]:
-    """Call `function(context, *arguments)` in each rank; return the results (JSON values) by rank.
+    """Start ranks that call `function(context, *arguments)`; return the results by rank.
 
     If a rank fails, the test fails with that rank's output.
     """
@@ -77,7 +77,7 @@ def _call(context: LaunchContext, argument: tuple[RankFunction, tuple[Any, ...]]
 
 
 def _tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Return tensors of random bits, including NaN and infinities. One tensor is not contiguous."""
+    """Return a tensor of random bits, also NaN, for each dtype. One tensor is not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (3, 5, 7), dtype=torch.int16, generator=generator)
     tensors = {str(dtype).removeprefix("torch."): bits.view(dtype) for dtype in DTYPES[1:]}
@@ -140,8 +140,8 @@ def test_packets_arrive_bit_for_bit_through_three_ranks() -> None:
     assert last["transfers"] == [["recv", clip, 1, num_bytes] for clip in range(5)]
 
 
-def _slow_receiver(context: LaunchContext) -> list[float]:
-    """Send three packets to rank 1, which receives nothing for 2 s.
+def _send_to_slow_receiver(context: LaunchContext) -> list[float]:
+    """Send three packets to rank 1, which receives nothing for 2 s; return the times.
 
     Rank 0 returns the time after each send; rank 1 returns the time when it begins to receive.
     """
@@ -164,16 +164,13 @@ def _slow_receiver(context: LaunchContext) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.timing
 def test_a_slow_rank_holds_back_the_one_before_it() -> None:
-    sent_after, (begin,) = run_ranks(_slow_receiver, 2)
+    sent_after, (begin,) = run_ranks(_send_to_slow_receiver, 2)
     # The first packet is sent at once. The second waits until the first has been received.
     assert sent_after[0] < begin <= sent_after[1]
 
 
-def _fail(context: LaunchContext, num_sent: int) -> str:
-    """Send `num_sent` packets of clip 7 at step 4 from rank 0; rank 1 expects one at step 5.
-
-    Return the error message of this rank.
-    """
+def _send_wrong_step(context: LaunchContext, num_sent: int) -> str:
+    """Send packets of step 4 to rank 1, which expects step 5; return this rank's error."""
     transport = _transport(context, [])
     try:
         if context.world.rank == 1:
@@ -189,14 +186,14 @@ def _fail(context: LaunchContext, num_sent: int) -> str:
 @pytest.mark.slow
 def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
     # Without this check, gloo would accept the packet silently, or abort the process.
-    sender, receiver = run_ranks(_fail, 2, 1)
+    sender, receiver = run_ranks(_send_wrong_step, 2, 1)
     assert "next step: sent 4, expected 5" in receiver
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")
 
 
 @pytest.mark.slow
 def test_a_neighbour_that_leaves_is_an_error_at_once() -> None:
-    sender, receiver = run_ranks(_fail, 2, 0, timeout=30)
+    sender, receiver = run_ranks(_send_wrong_step, 2, 0, timeout=30)
     assert sender == "no error"
     assert receiver.startswith("could not receive clip 7 at step 5 from rank 0: ")
 

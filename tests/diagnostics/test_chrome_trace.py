@@ -16,7 +16,7 @@ from tests.support.trace_format import check_trace, read_trace
 
 
 def _events() -> list[tuple[int, Event]]:
-    """Return the events of one clip: steps on two ranks, and the transfer between them."""
+    """Return the ranks' events for one clip: steps on two ranks, and the transfer between them."""
     transfer = {"clip": 0, "next_step": 2, "num_bytes": 8}
     sent = {"direction": "send", "peer": 1, "seconds": 0.25, "waited": 0.25, "end": 105.5}
     received = {"direction": "recv", "peer": 0, "seconds": 0.25, "end": 105.5}

@@ -125,7 +125,7 @@ def _config(world_size: int, device: str = "cpu") -> PipelineConfig:
     return replace(config_of(), world_size=world_size, sampling=sampling, device=device)
 
 
-def _note(
+def _add_clip(
     trace: Trace,
     step_seconds: Mapping[int, float],
     transfers: Mapping[tuple[int, int], float],
@@ -159,7 +159,7 @@ def test_ranks_are_told_apart_where_gpus_differ(
     device: str, steps: tuple[float, ...], costs: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "visible_gpus", list)
-    trace = _note(Trace(3), dict(enumerate(steps)), {})
+    trace = _add_clip(Trace(3), dict(enumerate(steps)), {})
     found = median_costs(_config(3, device), None, [trace], source="")
     assert found.step_seconds == pytest.approx(costs)
 
@@ -168,7 +168,7 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
     trace = Trace(2, first_clip=1)
     for clip, transfer in enumerate((1.0, 0.1, 0.1)):
         took = 10.0 - clip
-        _note(trace, {1: took}, {(0, 1): transfer}, clip=clip, encode_seconds=took)
+        _add_clip(trace, {1: took}, {(0, 1): transfer}, clip=clip, encode_seconds=took)
     costs = median_costs(_config(2), None, [trace], source="a test")
     assert (costs.step_seconds, costs.encode_seconds) == (8.5, 8.5)
     assert costs.transfer_seconds == pytest.approx(0.1)
@@ -177,7 +177,7 @@ def test_the_first_clip_warms_up_and_does_not_count() -> None:
 
 def test_ranks_and_transfers_of_several_hosts_are_told_apart() -> None:
     steps = {0: 1.0, 1: 1.0, 2: 3.0, 3: 3.0}
-    trace = _note(Trace(4), steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})
+    trace = _add_clip(Trace(4), steps, {(0, 1): 0.1, (1, 2): 0.5, (2, 3): 0.1})
     costs = median_costs(_config(4), TWO_HOSTS, [trace], source="")
     assert costs.step_seconds == (1.0, 1.0, 3.0, 3.0)
     assert costs.ranks_per_host == 2
@@ -186,7 +186,7 @@ def test_ranks_and_transfers_of_several_hosts_are_told_apart() -> None:
 
 def test_a_step_of_a_pair_and_a_part_of_a_decode_count_as_whole_ones() -> None:
     config = replace(_config(2), parallel=ParallelConfig(cfg_parallel_size=2))
-    trace = _note(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
+    trace = _add_clip(Trace(2), {0: 1.0, 1: 1.0}, {(0, 1): 0.1})
     trace(1, ActionDone(action="DECODE c0 @2 8:16/16", start=5.0, end=6.0, waited=0.0))
     costs = median_costs(config, None, [trace], source="")
     assert (costs.step_seconds, costs.decode_seconds) == (pytest.approx(1.8), 2.0)

@@ -32,8 +32,8 @@ from tests.support.processes import allowing_for_others
 from tests.support.shell import parsed
 
 
-def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:
-    """Return the metrics of each rank, computed only from a trace."""
+def _rank_metrics(trace: Trace) -> tuple[RankRunMetrics, ...]:
+    """Return the metrics of each rank in a run, computed only from a trace."""
     config = PipelineConfig(
         world_size=trace.world_size,
         model=ModelConfig(name="dummy"),
@@ -44,8 +44,8 @@ def _parts(trace: Trace) -> tuple[RankRunMetrics, ...]:
     return metrics.ranks
 
 
-def _run(*clips: int, of: int, last_clips: int = 1000) -> RunMetrics | None:
-    """Return the metrics of a run of `of` clips after it made `clips`.
+def _unfinished_run(*clips: int, of: int, last_clips: int = 1000) -> RunMetrics | None:
+    """Return the metrics of a run on one rank, when `clips` of its `of` clips are made.
 
     For each clip, the rank waits for 0.2 s and computes for 0.5 s. `last_clips` is how many clips
     the trace keeps.
@@ -68,7 +68,7 @@ def _run(*clips: int, of: int, last_clips: int = 1000) -> RunMetrics | None:
 
 
 def test_figures_are_sums_of_the_events() -> None:
-    metrics = _run(0, 1, 2, of=3)
+    metrics = _unfinished_run(0, 1, 2, of=3)
     assert metrics is not None
     (rank,) = metrics.ranks
     assert (rank.device, rank.load_seconds) == ("cpu", 0.5)
@@ -80,7 +80,7 @@ def test_figures_are_sums_of_the_events() -> None:
 
 
 def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
-    metrics = _run(*range(20), of=20, last_clips=5)
+    metrics = _unfinished_run(*range(20), of=20, last_clips=5)
     assert metrics is not None
     assert (metrics.clips, metrics.ranks[0].step.count) == (5, 10)
     assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # of the last five clips
@@ -89,14 +89,14 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
 
 
 def test_a_run_that_fails_has_figures_if_it_made_a_step() -> None:
-    assert _run(of=3) is None
-    metrics = _run(0, of=3)
+    assert _unfinished_run(of=3) is None
+    metrics = _unfinished_run(0, of=3)
     assert metrics is not None
     assert (metrics.clips, metrics.forecast_seconds) == (1, None)  # clips are missing
 
 
 def _trace() -> Trace:
-    """Return a trace of two ranks, from time 100 s.
+    """Return a trace of one clip on two ranks, from time 100 s.
 
     Rank 0 works from 0 s to 4 s after the start. Rank 1 waits from 1 s to 5 s; a packet arrives
     from 4 s to 5 s.
@@ -113,7 +113,7 @@ def _trace() -> Trace:
 
 
 def test_every_part_is_measured_for_itself() -> None:
-    first, second = _parts(_trace())
+    first, second = _rank_metrics(_trace())
     assert (first.wall, first.compute, first.wait, first.transfer) == (10.0, 4.0, 0.0, 0.0)
     assert (first.idle, first.unaccounted) == (6.0, 0.0)
     assert (second.compute, second.wait, second.transfer, second.idle) == (4.5, 3.0, 1.0, 1.0)
@@ -127,7 +127,7 @@ def test_hops_beneath_the_denoising_cost_nothing_and_two_at_once_count_once() ->
     # half a second before the latter.
     for end in (106.0, 105.0, 104.5):
         trace(1, TransferDone(seconds=1.0, end=end, **transfer))
-    assert (_parts(trace)[1].wait, _parts(trace)[1].transfer) == (2.5, 1.5)
+    assert (_rank_metrics(trace)[1].wait, _rank_metrics(trace)[1].transfer) == (2.5, 1.5)
 
 
 @pytest.mark.timing
@@ -167,8 +167,8 @@ def _transfers() -> RunMetrics:
     return with_rank(metrics, 1, transfer=30.0, wait=0.5, packet_wait=30.5)
 
 
-def _few_steps_left() -> RunMetrics:
-    """Return the metrics of a run with wrong costs, in which rank 0 does three of four steps."""
+def _uneven_steps() -> RunMetrics:
+    """Return the metrics of a run split by wrong costs: rank 0 does three of four steps."""
     metrics = replayed()
     wall = metrics.makespan * 1.5
     metrics = with_rank(
@@ -193,7 +193,7 @@ BOTTLENECKS: dict[str, tuple[RunMetrics, int | None, str]] = {
     "balanced": (replayed(), None, "no rank: each computes"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
-    "steps": (_few_steps_left(), 0, "it does 300 steps, the others 100"),
+    "steps": (_uneven_steps(), 0, "it does 300 steps, the others 100"),
     "slow_device": (
         *(replayed(replace(EVEN, step_seconds=(0.1, 0.18, 0.1, 0.1)), **_FOUR), 1),
         "a step takes 0.18 s, on the others 0.1 s",

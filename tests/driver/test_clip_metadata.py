@@ -66,8 +66,8 @@ def test_the_json_of_a_clip_has_whole_frames_per_second_as_an_integer(tmp_path: 
             recorded_sampling(check_clip_metadata({**records[0], "fps": wrong}, "x"))
 
 
-def _replace_weights(folder: Path) -> None:
-    """Change one number in the middle of one tensor of the UNet."""
+def _change_weight(folder: Path) -> None:
+    """Change one number in a tensor of the UNet of the checkpoint in `folder`."""
     tensors = load_file(folder / UNET)
     moved = tensors["conv_in.weight"].view(-1)
     moved[len(moved) // 2] += 1
@@ -148,7 +148,7 @@ def test_verify_finds_the_folder_and_notices_other_weights(
     record = _record("ckpt", tmp_path)
     path = tmp_path / "rocket_0.json"
     path.write_text(json.dumps({**record, "latents_sha256": "0" * 64, "frames_sha256": "0" * 64}))
-    _replace_weights(folder)
+    _change_weight(folder)
     replaced = _record("ckpt", tmp_path)
     assert replaced["parameters_sha256"] != record["parameters_sha256"]
     elsewhere = tmp_path / "elsewhere"

@@ -65,7 +65,7 @@ PHOTO = str(example_images()[0])
 
 @pytest.fixture
 def release(tmp_path: Path) -> Iterator[Path]:
-    """Path of a file. A rank that a test holds continues when the file exists."""
+    """Path of a file that a test creates to let a held rank continue."""
     path = tmp_path / "release"
     yield path
     path.touch()
@@ -345,7 +345,7 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
 
 
 def _set_clock_back(rank: int) -> None:  # noqa: ARG001
-    """Make the rank's clock go back by an hour each time it is read."""
+    """Make the clock of a rank's process go back by an hour each time it is read."""
     hours = itertools.count()
     time.time = lambda: 1.8e9 - 3600.0 * next(hours)
 

@@ -95,10 +95,10 @@ def test_a_run_without_clips_gets_no_names(tmp_path: Path) -> None:
     assert caught.value.details["value"] == 0
 
 
-def _finish(
+def _write_finished_clip(
     media_file: MediaFile, output: OutputConfig, config: PipelineConfig = CONFIG, **more: Any
 ) -> dict[str, Any]:
-    """Write a clip's file and JSON as a run would; return the JSON."""
+    """Write a finished clip's file and metadata as a run would; return the metadata."""
     record = clip_metadata(ClipInput(media_file), 0, output, config, find_checkpoint(config.model))
     record |= {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64, **more}
     Path(output.path).parent.mkdir(exist_ok=True)
@@ -191,7 +191,7 @@ def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_
     jobs = name_jobs(combine_jobs(inputs, seeds))
     plan_clips(jobs, policy, CONFIG, checkpoint)  # imports what is needed
     kept = []
-    for _ in range(2):  # in one pass, Python's table of interned strings may grow by megabytes
+    for _ in range(2):  # in one of the two passes, Python's table of interned strings may grow
         tracemalloc.start()
         plan = plan_clips(name_jobs(combine_jobs(inputs, seeds)), policy, CONFIG, checkpoint)
         kept.append(tracemalloc.get_traced_memory()[0])
@@ -211,7 +211,7 @@ def test_a_restart_keeps_what_is_as_asked_for(
     media_file: MediaFile, fps: int, is_kept: bool, tmp_path: Path
 ) -> None:
     before = replace(CONFIG, sampling=replace(CONFIG.sampling, fps=fps))
-    _finish(media_file, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), before)
+    _write_finished_clip(media_file, OutputConfig(path=str(tmp_path / "rocket_0.mp4")), before)
     policy = OutputPolicy(folder=tmp_path, overwrite=True)
     assert len(_plan(media_file, policy).requests) == 1
     restarted = _plan(media_file, replace(policy, is_restarted=True))
@@ -227,7 +227,7 @@ def test_a_changed_line_is_made_again_but_no_clip_of_another_model(
     media_file: MediaFile, tmp_path: Path
 ) -> None:
     output = OutputConfig(path=str(tmp_path / "rocket_0.mp4"))
-    _finish(media_file, output)
+    _write_finished_clip(media_file, output)
     policy = OutputPolicy(folder=tmp_path, resume=True, replaces_changed=True)
     assert len(_plan(media_file, policy).skipped) == 1
     changed = replace(CONFIG, sampling=replace(CONFIG.sampling, fps=9))
@@ -270,7 +270,9 @@ def test_each_format_has_a_json_of_its_own_which_a_killed_run_gets_later(
     media_file: MediaFile, tmp_path: Path
 ) -> None:
     clips = {kind: _clip(tmp_path, kind) for kind in FORMATS}
-    records = {kind: _finish(media_file, clip, host="host1") for kind, clip in clips.items()}
+    records = {
+        kind: _write_finished_clip(media_file, clip, host="host1") for kind, clip in clips.items()
+    }
     files = {Path(path) for clip in clips.values() for path in (clip.path, clip.json_path)}
     assert {*tmp_path.iterdir()} == files
     for kind, clip in clips.items():
@@ -292,7 +294,7 @@ def test_half_a_clip_is_not_replaced_unasked(
     media_file: MediaFile, gone: str, tmp_path: Path
 ) -> None:
     output = _clip(tmp_path)
-    _finish(media_file, output)
+    _write_finished_clip(media_file, output)
     Path(output.json_path if gone == "json" else output.path).unlink()
     left = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(RequestError, match="1 output exists already, the first is"):
@@ -326,7 +328,7 @@ def test_a_file_that_was_changed_is_not_replaced_by_resume(
     It replaces a file that cannot be read.
     """
     output, policy = _clip(tmp_path), OutputPolicy(folder=tmp_path, resume=True)
-    _finish(media_file, output)
+    _write_finished_clip(media_file, output)
     whole = Path(output.path).read_bytes()
     Path(output.path).write_bytes(whole + b"junk")
     with pytest.raises(RequestError, match="is not the file that its JSON describes"):
@@ -353,7 +355,7 @@ def test_a_run_json_of_somebody_elses_is_not_replaced(
 def test_a_clip_of_version_0_3_is_kept(media_file: MediaFile, tmp_path: Path) -> None:
     """A clip of version 0.3 is kept, although its JSON has another name and no hash of the file."""
     output = _clip(tmp_path)
-    record = {**_finish(media_file, output), "schema_version": 1}
+    record = {**_write_finished_clip(media_file, output), "schema_version": 1}
     del record["file_sha256"]
     frames = np.zeros((2, 32, 32, 3), np.uint8)
     video.write_clip(frames, output, fps=7, metadata=record)

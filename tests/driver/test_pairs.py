@@ -65,7 +65,7 @@ PAIRED = ParallelConfig(cfg_parallel_size=2)
 def config_of(
     name: str, folder: Path, dtype: Any = "fp32", world_size: int = 2, **options: Any
 ) -> PipelineConfig:
-    """Save a tiny Wan, and return a configuration for it, by default with CFG pairs."""
+    """Save a tiny Wan, and return a pipeline configuration for it, by default with CFG pairs."""
     saved, from_image = MODELS[name]
     save_tiny_wan(folder, **saved, dtype=DTYPES[dtype])
     return PipelineConfig(
@@ -149,11 +149,11 @@ def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
     If only the decode is missing, both ranks of the pair decode.
     """
     if lost == "the decode":
-        whole, request = svd(1), ClipRequest(seed=1, image=PHOTO)
+        whole, request = svd_config(1), ClipRequest(seed=1, image=PHOTO)
         costs = CostModel(step_seconds=1, decode_seconds=100)
         first, again = (
-            svd(2, parallel=ParallelConfig(split="balanced"), costs=costs),
-            svd(2, parallel=PAIRED),
+            svd_config(2, parallel=ParallelConfig(split="balanced"), costs=costs),
+            svd_config(2, parallel=PAIRED),
         )
         until = str(tmp_path / f"latents/{KEY}_step4.safetensors")
         fault = Damage("raise", 1, 0, place="decode", until=until)
@@ -287,7 +287,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
         RequestScheduler(*resolve_config(config)).resolve_request(
             replace(REQUESTS[0], sampling=replace(text, from_image=True))
         )
-    chunks = svd(2, parallel=PAIRED)
+    chunks = svd_config(2, parallel=PAIRED)
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames has only 1") as caught:
         resolve_config(replace(whole, parallel=replace(PAIRED, decode_parallel_size=2)))
@@ -300,8 +300,8 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
 # --- one decode by several ranks ----------------------------------------------------------------
 
 
-def svd(world_size: int, **changes: Any) -> PipelineConfig:
-    """Return a configuration with five frames in chunks of two, so the last chunk is shorter."""
+def svd_config(world_size: int, **changes: Any) -> PipelineConfig:
+    """Return a configuration of SVD with five frames, which are decoded in chunks of two."""
     config = small_svd(1, steps=4)
     sampling = replace(config.sampling, num_frames=5, decode_chunk_size=2)
     return replace(config, sampling=sampling, world_size=world_size, **changes)
@@ -324,7 +324,7 @@ def svd(world_size: int, **changes: Any) -> PipelineConfig:
 def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
     world_size: int, parallel: ParallelConfig, decodes: dict[int, int]
 ) -> None:
-    config, found = svd(world_size, parallel=parallel), list[list[str]]()
+    config, found = svd_config(world_size, parallel=parallel), list[list[str]]()
     own = [replace(config.sampling, num_frames=frames) for frames in (5, 3, 2)]
     requests = [ClipRequest(seed=1, image=PHOTO, sampling=sampling) for sampling in own]
     alone = replace(config.parallel, decode_parallel_size=1)
@@ -339,7 +339,7 @@ def test_as_many_ranks_as_a_clip_has_chunks_decode_the_bits_of_one(
 @pytest.mark.slow
 def test_verify_compares_a_decode_by_several_ranks() -> None:
     config, _ = resolve_config(
-        svd(3, parallel=ParallelConfig(split="alternating", decode_parallel_size=3))
+        svd_config(3, parallel=ParallelConfig(split="alternating", decode_parallel_size=3))
     )
     result = verify(config, [ClipRequest(seed=seed, image=PHOTO) for seed in (1, 2, 3, 4)])
     assert result.bitwise

@@ -295,8 +295,8 @@ def test_closing_while_the_ranks_start(tmp_path: Path) -> None:
 HISTORY = 10
 
 
-def _held() -> int:
-    """Return the number of elements in all collections of this process."""
+def _num_elements() -> int:
+    """Return the number of elements in all lists, dicts, sets and deques of this process."""
     gc.collect()
     collections = (list, dict, set, deque)
     return sum(len(each) for each in gc.get_objects() if type(each) in collections)
@@ -313,16 +313,16 @@ def test_many_clips_leave_no_growing_collection_behind(
     """
     monkeypatch.setattr("svdpp.driver.clips._NUM_RECENT", 100)  # the longest history of all
     bounded = config(2, steps=2)
-    lost = _LosesMany("nan", 1, 0)
+    lost = _RepeatedDamage("nan", 1, 0)
     with Pipeline(bounded, history_clips=HISTORY, fault=lost) as pipeline:
         _make(pipeline, 100, tmp_path)
-        resident = _resident(pipeline)
+        resident = _resident_bytes(pipeline)
         _make(pipeline, 200, tmp_path)
-        held = _held()
+        held = _num_elements()
         _make(pipeline, 500, tmp_path)
-        assert _held() < held + 500
+        assert _num_elements() < held + 500
         assert pipeline._clips.num_added == 800
-        growth = [now / then for then, now in zip(resident, _resident(pipeline), strict=True)]
+        growth = [now / then for then, now in zip(resident, _resident_bytes(pipeline), strict=True)]
         assert max(growth) < 1.02, growth
         assert len(pipeline.failures) == HISTORY
         assert pipeline.trace.summary().clips <= HISTORY
@@ -330,8 +330,8 @@ def test_many_clips_leave_no_growing_collection_behind(
         assert pipeline.trace.costs().step_seconds > 0
 
 
-class _LosesMany(Damage):
-    """Fault at every fiftieth clip."""
+class _RepeatedDamage(Damage):
+    """Fault of a rank that strikes at every fiftieth clip."""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         return (kind, rank) == (self.kind, self.rank) and clip % 50 == 0
@@ -355,6 +355,6 @@ def _make(pipeline: Pipeline, count: int, folder: Path) -> None:
             pipeline.run(clips(seed))
 
 
-def _resident(pipeline: Pipeline) -> list[int]:
-    """Return the resident bytes of the parent and of each rank."""
+def _resident_bytes(pipeline: Pipeline) -> list[int]:
+    """Return the resident memory of the parent process and of each rank, in bytes."""
     return [psutil.Process(pid).memory_info().rss for pid in (os.getpid(), *pids(pipeline))]

@@ -235,8 +235,8 @@ def _no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_REPORT_SECONDS", 0.0)
 
 
-def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock:
-    """Return a stand-in for a group of three joined ranks, with given messages and exit codes."""
+def _fake_group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock:
+    """Return a stand-in for a `WorkerGroup` of three joined ranks that sends events and exits."""
     joined = [(rank, JOINED) for rank in range(3)]
     messages = [(rank, event.to_bytes()) for rank, event in [*joined, *said]]
     workers = [SimpleNamespace(host="here", local_rank=rank) for rank in range(3)]
@@ -248,7 +248,7 @@ def _group(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Mock
 
 
 def _supervisor(said: list[tuple[int, Event]], exited: dict[int, int | None]) -> Supervisor:
-    return Supervisor(_group(said, exited), config(3, steps=6))
+    return Supervisor(_fake_group(said, exited), config(3, steps=6))
 
 
 def test_after_a_signal_to_all_nobody_is_to_blame() -> None:
@@ -300,7 +300,7 @@ def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> No
 
     libgomp ends the process before the rank can report anything, so the output is searched.
     """
-    group = _group([], {1: 1})
+    group = _fake_group([], {1: 1})
     group.output_tail.return_value = output
     with pytest.raises(RankError, match=words) as ended:
         Supervisor(group, config(3, steps=6)).step()
@@ -333,7 +333,7 @@ def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     ends.
     """
     said: list[tuple[int, Event]] = [(rank, FINISHED) for rank in range(3)]
-    group = _group(said, {})
+    group = _fake_group(said, {})
     Supervisor(group, config(3, steps=6)).stop()
     calls = [name for name, *_ in group.method_calls if name in ("poll", "send")]
     assert calls == ["send"] * 3 + ["poll"] + ["send"] * 3

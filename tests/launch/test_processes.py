@@ -170,8 +170,8 @@ def test_defaults_do_not_replace_the_users_values(
     assert given[name] == expected
 
 
-def _run(folder: Path, code: str, *arguments: str) -> int:
-    """Run a Python program with `folder` for its temporary files; return its exit code."""
+def _run_code(folder: Path, code: str, *arguments: str) -> int:
+    """Run Python code in a process with `folder` for temporary files; return its exit code."""
     environment = {**os.environ, "TMPDIR": str(folder)}
     command = [sys.executable, "-c", code, *arguments]
     return subprocess.run(command, env=environment, timeout=60, check=False).returncode
@@ -201,7 +201,7 @@ def test_a_process_that_ends_does_not_report_what_it_kills(
     tmp_path: Path, end: str, code: int
 ) -> None:
     report = tmp_path / "report"  # not in the folders that the process removes
-    assert _run(tmp_path, _WRITER, str(report), end) == code
+    assert _run_code(tmp_path, _WRITER, str(report), end) == code
     assert not report.exists(), report.read_text()
 
 
@@ -264,7 +264,7 @@ def test_a_process_leaves_no_temporary_files(tmp_path: Path, code: str) -> None:
 
     Python itself writes a file to a temporary folder to test whether the folder can be used.
     """
-    assert _run(tmp_path, code) == 0
+    assert _run_code(tmp_path, code) == 0
     assert not list(tmp_path.iterdir())
 
 

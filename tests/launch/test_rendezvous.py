@@ -38,7 +38,7 @@ CONFIG = RendezvousConfig(
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
-    """Store for the rendezvous of ranks that are simulated in this process."""
+    """In-memory store for the rendezvous of ranks that are simulated in this process."""
     store = HashStore()
     monkeypatch.setattr(process_group, "open_store", lambda *_: ("127.0.0.1", store))
     monkeypatch.setattr(process_lifetime, "end_with_parent", lambda: None)
@@ -140,7 +140,7 @@ WORLD = World(rank=0, local_rank=0, size=2, local_size=1, num_hosts=2, launcher=
 
 
 def _join(world: World, **config: Any) -> WorkerGroup:
-    """Return the group of rank 0, whose stage does nothing."""
+    """Join the ranks of a launcher from rank 0, whose stage does nothing; return their group."""
     return join_ranks(
         replace(CONFIG, world=world, **config), lambda _context, _argument: None, None
     )

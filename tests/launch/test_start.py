@@ -19,8 +19,8 @@ from svdpp.launch.start_deadline import StartDeadline, limit_error
 from svdpp.launch.worker_group import start_ranks
 
 
-class _AskedForError(Exception):
-    """Error with the name of the start method, raised before a process is started."""
+class _StartMethodError(Exception):
+    """Error with the start method that svdpp asks torch for, raised before a process starts."""
 
 
 @pytest.mark.parametrize(("device", "method"), [("cpu", "forkserver"), ("cuda", "spawn")])
@@ -28,10 +28,10 @@ def test_ranks_are_started_by_torch_multiprocessing(
     device: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def get_context(name: str) -> Any:
-        raise _AskedForError(name)
+        raise _StartMethodError(name)
 
     monkeypatch.setattr(torch.multiprocessing, "get_context", get_context)
-    with pytest.raises(_AskedForError, match=method):
+    with pytest.raises(_StartMethodError, match=method):
         start_ranks(print, None, world_size=2, backend="gloo", device=device)
 
 
@@ -42,7 +42,7 @@ NO_THREAD = RuntimeError("can't start new thread")
 
 @pytest.fixture
 def limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Limits for processes (11) and files (22) that the system seems to have."""
+    """Make the system seem to allow at most 11 processes and 22 open files."""
     soft = {resource.RLIMIT_NPROC: 11, resource.RLIMIT_NOFILE: 22}
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (soft[kind], 100))
 

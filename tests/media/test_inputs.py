@@ -80,7 +80,7 @@ def test_odd_exif_beside_the_rotation_does_no_harm(tmp_path: Path) -> None:
 
 
 def filled(mode: str, colour: Any, dots: tuple[Any, ...] = ()) -> Image.Image:
-    """Return an image of one colour, whose first pixels have the colours `dots`."""
+    """Return an image filled with one colour, whose first pixels have the colours `dots`."""
     image = Image.new(mode, (20, 20), colour)
     for x, dot in enumerate(dots):
         image.putpixel((x, 0), dot)
@@ -304,7 +304,7 @@ def sampling(**changes: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Video of seven frames of 96 x 64 pixels."""
+    """Input video, an mp4 file of seven frames of 96 x 64 pixels."""
     path = tmp_path_factory.mktemp("clip") / "clip.mp4"
     index, y, x = np.mgrid[:7, :64, :96]
     frames = np.stack([x * 2, y * 3, x + y + index * 9], -1)
@@ -451,7 +451,7 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
         images.read_image(path)
     assert words in caught.value.message
     assert hint in caught.value.hint
-    if b"isom" not in data:  # as for a family that takes videos
+    if b"isom" not in data:  # a family that takes videos refuses the others so too
         with pytest.raises(InputError) as caught:
             video_frames.probe_video(path, 5, images.MAX_PIXELS)
         assert words in caught.value.message

@@ -35,8 +35,8 @@ ODD_NAMES = [
 ]
 
 
-def smooth(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
-    """Return different frames with saturated red, which would reveal a wrong colour matrix."""
+def smooth_frames(count: int = 6, height: int = 48, width: int = 64) -> video.Frames:
+    """Return smooth frames with saturated red, which would reveal a wrong colour matrix."""
     index, y, x = np.mgrid[:count, :height, :width]
     pictures = np.stack([x * 0 + 230, y * 3, x * 2 + index * 8], -1)
     return pictures.clip(0, 255).astype(np.uint8)
@@ -70,7 +70,7 @@ def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
     samples = np.stack([tone] * channels, axis=1)
     path = tmp_path / "a.mp4"
     output = OutputConfig(path=str(path))
-    write_clip(smooth(7), output, fps=7, metadata=METADATA, audio=(samples, rate))
+    write_clip(smooth_frames(7), output, fps=7, metadata=METADATA, audio=(samples, rate))
     back, back_rate = read_audio(path)
     spectrum = np.abs(np.fft.rfft(back[:back_rate, 0].astype(float)))
     assert spectrum.argmax() == 440  # Hz, because the sound lasts one second
@@ -81,7 +81,7 @@ def test_the_sound_of_an_mp4_comes_back(tmp_path: Path, channels: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("size", [(48, 64), (136, 72)])
 def test_a_clip_comes_back(tmp_path: Path, format: VideoFormat, size: tuple[int, int]) -> None:
-    frames = smooth(9, *size)
+    frames = smooth_frames(9, *size)
     path = tmp_path / f"photo_3{FORMAT_SUFFIXES[format]}"
     write(path, format, frames)
     back = read_frames(path, format)
@@ -95,7 +95,7 @@ def test_a_clip_comes_back(tmp_path: Path, format: VideoFormat, size: tuple[int,
 
 
 def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
-    write(tmp_path / "x.mp4", "mp4", smooth(7))
+    write(tmp_path / "x.mp4", "mp4", smooth_frames(7))
     command = [find_ffmpeg(), "-hide_banner", "-i", str(tmp_path / "x.mp4")]
     text = subprocess.run(command, capture_output=True, text=True).stderr
     assert "Video: h264" in text
@@ -121,7 +121,7 @@ def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
 def test_an_mp4_has_the_exact_rate_also_if_it_is_a_fraction(
     tmp_path: Path, fps: float, rate: Fraction
 ) -> None:
-    write(tmp_path / "x.mp4", "mp4", smooth(5), fps=fps)
+    write(tmp_path / "x.mp4", "mp4", smooth_frames(5), fps=fps)
     (stream,) = read_streams(tmp_path / "x.mp4")
     assert [time * rate for time in stream.times] == [0, 1, 2, 3, 4]
     assert stream.end * rate == 5
@@ -137,7 +137,7 @@ def test_crf_reaches_the_encoder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_equal_neighbours_are_counted(tmp_path: Path, format: VideoFormat) -> None:
-    frames = np.repeat(smooth(4), [1, 3, 1, 2], axis=0)
+    frames = np.repeat(smooth_frames(4), [1, 3, 1, 2], axis=0)
     path = tmp_path / f"x_1{FORMAT_SUFFIXES[format]}"
     write(path, format, frames)
     back = read_frames(path, format)
@@ -153,7 +153,7 @@ def test_equal_neighbours_are_counted(tmp_path: Path, format: VideoFormat) -> No
 def test_animations_run_for_ever_at_their_speed(
     tmp_path: Path, format: VideoFormat, fps: int, milliseconds: int
 ) -> None:
-    write(tmp_path / "x", format, smooth(5), fps=fps)
+    write(tmp_path / "x", format, smooth_frames(5), fps=fps)
     with Image.open(tmp_path / "x") as image:
         assert (image.n_frames, image.info["loop"]) == (5, 0)
         image.load()
@@ -163,7 +163,7 @@ def test_animations_run_for_ever_at_their_speed(
 @pytest.mark.parametrize("name", ODD_NAMES)
 def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.chdir(tmp_path)
-    write(name, "mp4", smooth(2))
+    write(name, "mp4", smooth_frames(2))
     assert os.listdir() == [name]
     assert len(read_frames(Path(name), "mp4")) == 2
     assert read_metadata(Path(name)) == METADATA
@@ -173,8 +173,8 @@ def test_odd_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -
 def test_a_clip_that_lost_a_frame_takes_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: VideoFormat
 ) -> None:
-    path, check, more = tmp_path / "x", video._check_whole, smooth(7)
-    write(path, format, smooth())
+    path, check, more = tmp_path / "x", video._check_whole, smooth_frames(7)
+    write(path, format, smooth_frames())
     before = contents(path)
     monkeypatch.setattr(
         video, "_check_whole", lambda path, format, _, fps: check(path, format, more, fps)
@@ -182,7 +182,7 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
     with pytest.raises(
         OutputError, match=r"x' cannot be written: read back, the clip.s shape is \(6"
     ):
-        write(path, format, smooth())
+        write(path, format, smooth_frames())
     assert contents(path) == before
     assert os.listdir(tmp_path) == ["x"]
 
@@ -221,7 +221,7 @@ def test_unreadable_clips(tmp_path: Path, format: VideoFormat) -> None:
         read_frames(path, format)
     with pytest.raises(InputError, match="x_1"):
         read_metadata(path)
-    write(path, format, smooth())
+    write(path, format, smooth_frames())
     file = path / "00002.png" if format == "frames" else path
     file.write_bytes(file.read_bytes()[:-200])
     with pytest.raises(InputError, match=f"cannot be read as {format}"):
@@ -232,7 +232,7 @@ def test_unreadable_clips(tmp_path: Path, format: VideoFormat) -> None:
 
 
 def test_frames_of_uneven_length_come_back_once_each(tmp_path: Path) -> None:
-    write(tmp_path / "x.mp4", "mp4", smooth(6))
+    write(tmp_path / "x.mp4", "mp4", smooth_frames(6))
     uneven = tmp_path / "uneven.mp4"
     ffmpeg("-i", tmp_path / "x.mp4", "-vf", "setpts=N*N/7/TB", "-fps_mode", "passthrough", uneven)
     assert len(read_frames(uneven, "mp4")) == 6
@@ -265,20 +265,20 @@ def test_bytes_reach_the_disk_before_the_name(
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(os, "replace", note_replace)
-    write(tmp_path / "x.mp4", "mp4", smooth(2))
-    write(tmp_path / "x", "frames", smooth(2))
+    write(tmp_path / "x.mp4", "mp4", smooth_frames(2))
+    write(tmp_path / "x", "frames", smooth_frames(2))
     assert done == ["file", "name", "folder", "file", "file", "folder", "name", "folder"]
 
 
 def test_a_playlist_called_mp4_is_not_followed(tmp_path: Path) -> None:
-    write(tmp_path / "real.mp4", "mp4", smooth())
+    write(tmp_path / "real.mp4", "mp4", smooth_frames())
     (tmp_path / "x.mp4").write_text("ffconcat version 1.0\nfile real.mp4\n")
     with pytest.raises(InputError):
         read_frames(tmp_path / "x.mp4", "mp4")
 
 
 def test_a_time_that_stands_for_very_many_frames_is_refused(tmp_path: Path) -> None:
-    first, *rest = (Image.fromarray(frame) for frame in smooth(3))
+    first, *rest = (Image.fromarray(frame) for frame in smooth_frames(3))
     times = [10, 600_000, 10]
     first.save(tmp_path / "x.gif", save_all=True, append_images=rest, duration=times)
     with pytest.raises(InputError, match="more than 1024 frames"):
@@ -295,7 +295,7 @@ def test_a_clip_beyond_the_limits_is_refused(
     largest: int,
 ) -> None:
     path = tmp_path / f"x{video.FORMAT_SUFFIXES[format]}"
-    write(path, format, smooth(6))
+    write(path, format, smooth_frames(6))
     monkeypatch.setattr(video, limit, largest)
     assert len(read_frames(path, format)) == 6
     monkeypatch.setattr(video, limit, largest - 1)
@@ -307,7 +307,7 @@ def test_a_clip_beyond_the_limits_is_refused(
 def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat) -> None:
     path = tmp_path / f"x{video.FORMAT_SUFFIXES[format]}"
     output = OutputConfig(path=str(path), format=format)
-    written = write_clip(smooth(3), output, fps=7, metadata=METADATA)
+    written = write_clip(smooth_frames(3), output, fps=7, metadata=METADATA)
     assert file_sha256(path) == written
     by_hand = "sha256sum x.*" if path.is_file() else "cd x && sha256sum * | sha256sum"
     assert subprocess.check_output(by_hand, shell=True, cwd=tmp_path).decode().split()[0] == written
@@ -327,7 +327,7 @@ def test_metadata_of_any_length_come_back(tmp_path: Path, format: VideoFormat) -
         {"prompt": "\u6d77" * 30_000, "b": "=;#\\"},
     )
     output = OutputConfig(path=str(path), format=format)
-    write_clip(smooth(1), output, fps=7, metadata=metadata)
+    write_clip(smooth_frames(1), output, fps=7, metadata=metadata)
     assert read_metadata(path) == metadata
 
 
@@ -336,7 +336,7 @@ def test_metadata_that_were_not_written_whole_take_no_place(
 ) -> None:
     monkeypatch.setattr(video, "read_metadata", lambda _: {"seed": 6})
     with pytest.raises(OutputError, match="the clip's metadata differ from the written metadata"):
-        write(tmp_path / "x.mp4", "mp4", smooth(1))
+        write(tmp_path / "x.mp4", "mp4", smooth_frames(1))
     assert os.listdir(tmp_path) == []
 
 
@@ -354,10 +354,10 @@ def test_many_complaints_of_ffmpeg_do_not_block_it(
 
 
 def test_clips_of_others_carry_no_metadata(tmp_path: Path) -> None:
-    image = Image.fromarray(smooth(1)[0])
+    image = Image.fromarray(smooth_frames(1)[0])
     for name in ("x.gif", "x.webp", "00000.png"):
         image.save(tmp_path / name)
-    write(tmp_path / "x.mp4", "mp4", smooth(2))
+    write(tmp_path / "x.mp4", "mp4", smooth_frames(2))
     plain = tmp_path / "plain.mp4"
     ffmpeg("-i", tmp_path / "x.mp4", "-map_metadata", "-1", "-c", "copy", plain)
     for path in (tmp_path / "x.gif", tmp_path / "x.webp", tmp_path, plain):

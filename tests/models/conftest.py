@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], TinyModel]:
-    """Function that saves the checkpoint of a case, and returns a `TinyModel`."""
+    """Function that saves the tiny checkpoint of a test case, and returns a `TinyModel` of it."""
 
     def tiny_model(case: Case) -> TinyModel:
         folder = tmp_path_factory.mktemp(case.family)
@@ -37,7 +37,7 @@ def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
 
 @pytest.fixture(scope="session")
 def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], TinyModel]:
-    """Function that returns the `TinyModel` of a case's name, always the same one for a name."""
+    """Function that returns the `TinyModel` for a test case's name, the same one each time."""
     from tests.support.tiny_families import CASES
 
     return functools.cache(lambda name: tiny_model_of(CASES[name]))
@@ -45,20 +45,20 @@ def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], T
 
 @pytest.fixture
 def tiny(tiny_models: Callable[[str], TinyModel]) -> Path:
-    """Folder of the tiny checkpoint of SVD."""
+    """Folder of the tiny SVD checkpoint, which no test may change."""
     folder: Path = tiny_models("svd").checkpoint.folder
     return folder
 
 
 @pytest.fixture
 def folder(tiny: Path, tmp_path: Path) -> Path:
-    """Copy of the tiny checkpoint of SVD, which a test may change."""
+    """Folder with a copy of the tiny SVD checkpoint, which a test may change."""
     return Path(shutil.copytree(tiny, tmp_path / "tiny"))
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Empty cache for the Hugging Face hub.
+    """Empty folder in which huggingface_hub caches its downloads.
 
     HF_TOKEN is set to a token that no message may contain.
     """
@@ -71,7 +71,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:  # noqa: ARG001
-    """Hub on this machine, to which huggingface_hub sends its requests."""
+    """Stand-in for the Hugging Face hub, to which huggingface_hub sends its requests."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     huggingface_hub.close_session()
     with running_hub() as running:

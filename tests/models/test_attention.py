@@ -50,7 +50,7 @@ HEADS = Roles(encode=True, denoise=True, decode=True)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Number of calls of each attention backend during the test, by name."""
+    """Number of calls of each of diffusers' attention backends during the test, by name."""
     counts: dict[str, int] = {}
 
     def counted(name: AttentionBackendName, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,8 +66,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_leaks() -> Iterator[None]:
-    """Check that a test does not change the process's default backend."""
+def _default_backend_is_kept() -> Iterator[None]:
+    """Check that a test does not change the process's default attention backend."""
     before = _AttentionBackendRegistry.get_active_backend()[0]
     yield
     assert _AttentionBackendRegistry.get_active_backend()[0] is before

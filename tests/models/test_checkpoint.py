@@ -41,7 +41,7 @@ Change = Callable[[Path], Any]
 
 
 def error_of(name: str | Path, **options: Any) -> ModelError:
-    """Return the error for checkpoint `name`, after checks that hold for every such error."""
+    """Check that the checkpoint `name` is refused with a readable error; return the error."""
     with pytest.raises(ModelError) as caught:
         find_checkpoint(ModelConfig(name=str(name), **options))
     error = caught.value
@@ -68,8 +68,8 @@ def config(part: str, **changes: Any) -> Change:
     return lambda folder: edit_json(folder / part, **changes)
 
 
-def instead(name: str, make: Change = lambda _: None) -> Change:
-    """Return a change that removes a file, and then calls `make` with its path."""
+def file_replaced(name: str, make: Change = lambda _: None) -> Change:
+    """Return a function that removes a file of a checkpoint, and calls `make` with its path."""
 
     def change(folder: Path) -> None:
         (folder / name).unlink()
@@ -93,15 +93,15 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     "index not an object": (content(MODEL_INDEX, b"[]"), "does not hold a JSON object"),
     "index not UTF-8": (content(MODEL_INDEX, b'{"\xff": 1}'), NOT_JSON),
     "index huge": (content(MODEL_INDEX, b" " * (16 * 2**20) + b"{}"), NOT_JSON),
-    "index missing": (instead(MODEL_INDEX), f"{MODEL_INDEX} is missing"),
+    "index missing": (file_replaced(MODEL_INDEX), f"{MODEL_INDEX} is missing"),
     "another pipeline": (config(MODEL_INDEX, _class_name="Other"), "pipeline is 'Other'"),
     "code by module": (
         config(MODEL_INDEX, unet=["evil", "UNetSpatioTemporalConditionModel"]),
         "is from the module 'evil'",
     ),
-    "config missing": (instead("vae/config.json"), "is missing"),
+    "config missing": (file_replaced("vae/config.json"), "is missing"),
     "config endless": (
-        instead(CONFIG, lambda path: path.symlink_to("/dev/zero")),
+        file_replaced(CONFIG, lambda path: path.symlink_to("/dev/zero")),
         f"{CONFIG} is missing",
     ),
     "no frames": (config(CONFIG, num_frames=0), "num_frames is 0"),
@@ -140,12 +140,15 @@ DEFECTS: dict[str, tuple[Change, str]] = {
         "from_config(pipe.scheduler.config)",
     ),
     "code beside the index": (content("pipeline.py", b"1"), "'pipeline.py'"),
-    "weights missing": (instead(UNET), f"{UNET} is missing"),
+    "weights missing": (file_replaced(UNET), f"{UNET} is missing"),
     "weights empty": (content(UNET, b""), DAMAGED),
     "weights truncated": (lambda folder: os.truncate(folder / UNET, 100_000), DAMAGED),
     "weights of endless header": (content(UNET, (2**62).to_bytes(8, "little") + b"{"), DAMAGED),
-    "weights a pipe": (instead(UNET, os.mkfifo), f"{UNET} is missing"),
-    "weights a link outside": (instead(UNET, lambda path: path.symlink_to("/etc/passwd")), DAMAGED),
+    "weights a pipe": (file_replaced(UNET, os.mkfifo), f"{UNET} is missing"),
+    "weights a link outside": (
+        file_replaced(UNET, lambda path: path.symlink_to("/etc/passwd")),
+        DAMAGED,
+    ),
     "weights of a variant": (rename_to_variant, "fp16.safetensors'\n`variant` fp16 reads"),
     "shard with absolute path": (shards({"weight_map": {"a": "/x.safetensors"}}), "'/x.safe"),
     "shard a pickle": (shards({"weight_map": {"a": "part.bin"}}), "'part.bin'"),
@@ -270,7 +273,7 @@ def test_any_json_gives_a_header_or_an_error(tmp_path: Path, entries: dict[str, 
 
 
 def parts_of(folder: Path, roles: str = "EXD", **options: Any) -> dict[str, Any]:
-    """Load the components for some roles: E for encode, X for denoise, D for decode.
+    """Load a checkpoint's components for some roles: E for encode, X for denoise, D for decode.
 
     Return the components that have weights, by name.
     """
@@ -368,8 +371,8 @@ def test_finding_needs_no_torch() -> None:
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
-    """Return a change of one tensor of a file. None removes the tensor."""
+def tensor_replaced(file: str, name: str, tensor: torch.Tensor | None) -> Change:
+    """Return a function that replaces a tensor in a checkpoint's file. None removes the tensor."""
 
     def change(folder: Path) -> None:
         weights = {**load_file(folder / file), name: tensor}
@@ -383,19 +386,25 @@ def weight(file: str, name: str, tensor: torch.Tensor | None) -> Change:
     ("change", "words"),
     [
         (
-            weight(UNET, "conv_in.weight", None),
+            tensor_replaced(UNET, "conv_in.weight", None),
             "unet: weights are missing, the first of 1 is 'conv_in.weight'",
         ),
-        (weight(UNET, "extra", torch.zeros(1)), "are unexpected, the first of 1 is 'extra'"),
-        (weight(UNET, "conv_in.bias", torch.zeros(9)), "conv_in.bias expected shape"),
         (
-            weight(CLIP, PROJECTION, torch.zeros(3, 3)),
+            tensor_replaced(UNET, "extra", torch.zeros(1)),
+            "are unexpected, the first of 1 is 'extra'",
+        ),
+        (tensor_replaced(UNET, "conv_in.bias", torch.zeros(9)), "conv_in.bias expected shape"),
+        (
+            tensor_replaced(CLIP, PROJECTION, torch.zeros(3, 3)),
             f"mismatched, the first of 1 is .*{PROJECTION}",
         ),
-        (weight(CLIP, PROJECTION, None), "weights are missing, the first"),
-        (weight(VAE, "quant_conv.bias", None), "are missing, the first of 1 is 'quant_conv.bias'"),
+        (tensor_replaced(CLIP, PROJECTION, None), "weights are missing, the first"),
         (
-            weight(UNET, "conv_in.bias", torch.zeros(32, dtype=torch.int8)),
+            tensor_replaced(VAE, "quant_conv.bias", None),
+            "are missing, the first of 1 is 'quant_conv.bias'",
+        ),
+        (
+            tensor_replaced(UNET, "conv_in.bias", torch.zeros(32, dtype=torch.int8)),
             "unet has quantised weights of the dtype I8",
         ),
         (config("image_encoder/config.json", hidden_act="none"), "image_encoder cannot be loaded"),
@@ -419,7 +428,7 @@ def test_what_does_not_fit_together_is_named(folder: Path, change: Change, words
 
 def test_buffer_of_old_transformers_is_accepted(folder: Path) -> None:
     name = "vision_model.embeddings.position_ids"
-    weight(CLIP, name, torch.arange(17)[None])(folder)
+    tensor_replaced(CLIP, name, torch.arange(17)[None])(folder)
     encoder = parts_of(folder, "E")["image_encoder"]
     assert name in dict(encoder.named_buffers())
 

@@ -57,12 +57,12 @@ RECORDED = ("wan-5b-image", "hunyuan-video-1.5")
 
 @pytest.fixture
 def wan(tiny_models: TinyModels) -> TinyModel:
-    """Tiny Wan with two experts."""
+    """Tiny Wan model with two experts."""
     return tiny_models(T2V)
 
 
 def encoder(tiny_model: TinyModel, **changes: Any) -> EngineModel:
-    """Return a newly loaded model that encodes."""
+    """Load a tiny model anew for the encoding rank, and return its `EngineModel`."""
     return ranks(tiny_model.checkpoint, replace(tiny_model.sampling, **changes))(0, 0)
 
 

@@ -52,15 +52,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @pytest.fixture(scope="session")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny Wan with two experts. The width of its layers is a multiple of 32, the block size of
-    GGUF.
-    """
+    """Checkpoint of a tiny Wan with two experts, whose layers fit the block size of GGUF (32)."""
     return save_tiny("wan", tmp_path_factory.mktemp("wan"), width=4, boundary_ratio=0.875)
 
 
 @pytest.fixture(scope="session")
 def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny LTX-Video whose layers have a width that is a multiple of 32."""
+    """Checkpoint of a tiny LTX-Video, whose layers fit the block size of GGUF (32)."""
     torch.manual_seed(0)
     transformer = diffusers.LTXVideoTransformer3DModel(
         **{"in_channels": 8, "out_channels": 8, "num_layers": 1, "caption_channels": 16},
@@ -70,7 +68,7 @@ def ltx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def model_with(folder: Path, *files: Path, dtype: Any = "fp32", **more: Any) -> ModelConfig:
-    """Return a model whose denoisers are GGUF files.
+    """Return the configuration of a model whose denoisers are GGUF files.
 
     Files named `high` and `low` are for experts.
     """
@@ -84,10 +82,10 @@ def sampling_of(folder: Path) -> Any:
     return checkpoint.resolve_sampling(CASES[checkpoint.family].config())
 
 
-def manual(
+def run_diffusers_with_gguf(
     folder: Path, files: dict[str, Path], dtype: str = "fp32", tiny: TinyModel | None = None
 ) -> Any:
-    """Make a clip with diffusers, whose denoisers are loaded from files as its manual says.
+    """Make a clip with diffusers, which loads the GGUF files as its manual says.
 
     Return what `reference_clip` returns.
     """
@@ -117,7 +115,7 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_files(
     high = save_gguf(wan, tmp_path / "high.gguf", "Q8_0")
     low = save_gguf(wan, tmp_path / "low.gguf", "Q4_0", part="transformer_2")
     model, sampling = model_with(wan, high, low, dtype=dtype), sampling_of(wan)
-    expected = manual(wan, {"transformer": high, "transformer_2": low}, dtype)
+    expected = run_diffusers_with_gguf(wan, {"transformer": high, "transformer_2": low}, dtype)
     rank_for = ranks(find_checkpoint(model), sampling, model=model)
     check_every_cut(rank_for, STEPS, expected, REQUEST, None)
     whole = whole_clip(model, sampling, REQUEST, None)
@@ -125,7 +123,10 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_files(
     first = loaded(rank_for(0, 1))
     assert first.keys() == {"transformer"}
     assert isinstance(first["transformer"].blocks[0].attn1.to_q, GGUFLinear)
-    others = manual(wan, {"transformer": high}, dtype), manual(wan, {}, dtype)
+    others = (
+        run_diffusers_with_gguf(wan, {"transformer": high}, dtype),
+        run_diffusers_with_gguf(wan, {}, dtype),
+    )
     assert all(not torch.equal(each[0][-1], expected[0][-1]) for each in others)
 
 
@@ -136,7 +137,7 @@ def test_files_with_the_names_of_authors_and_of_diffusers_are_read(
     file = save_gguf(ltx, tmp_path / "ltx.gguf", "Q5_0", is_original=is_original)
     model = model_with(ltx, file)
     rank_for = ranks(find_checkpoint(model), sampling_of(ltx), model=model)
-    expected = manual(ltx, {"transformer": file})
+    expected = run_diffusers_with_gguf(ltx, {"transformer": file})
     check_every_cut(rank_for, STEPS, expected, REQUEST, None)
 
 
@@ -156,7 +157,7 @@ def test_blocks_of_256_numbers_are_read(tmp_path: Path, kinds: tuple[str, str]) 
     low = save_gguf(folder, tmp_path / "low.gguf", kinds[1], part="transformer_2")
     model = model_with(folder, high, low)
     rank_for = ranks(find_checkpoint(model), sampling_of(folder), model=model)
-    expected = manual(folder, {"transformer": high, "transformer_2": low})
+    expected = run_diffusers_with_gguf(folder, {"transformer": high, "transformer_2": low})
     check_every_cut(rank_for, STEPS, expected, REQUEST, None)
 
 
@@ -185,7 +186,7 @@ def test_every_family_that_takes_files_has_the_bits_of_diffusers(
     model = model_with(folder, file, family=tiny.checkpoint.family)
     rank_for = ranks(find_checkpoint(model), tiny.sampling, model=model)
     assert _linear(loaded(rank_for(0, 1))["transformer"])
-    expected = manual(folder, {"transformer": file}, tiny=tiny)
+    expected = run_diffusers_with_gguf(folder, {"transformer": file}, tiny=tiny)
     check_every_cut(rank_for, tiny.steps, expected, tiny.request(), tiny.source)
 
 

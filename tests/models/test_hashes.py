@@ -15,7 +15,7 @@ from tests.support.range_checks import read_folder
 
 @pytest.fixture(autouse=True)
 def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the files that were hashed during the test. The cache of hashes is new."""
+    """Names of the files that were read to be hashed in the test. The cache of hashes is new."""
     digest, names = hashlib.file_digest, []
 
     def file_digest(file: object, name: str) -> object:
@@ -29,8 +29,8 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget the hashes in memory, as in a new process."""
+def clear_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clear the hashes of files that are cached in memory, as in a new process."""
     monkeypatch.setattr(hashes, "_known", None)
 
 
@@ -41,7 +41,7 @@ def test_a_file_is_read_again_only_after_a_change(
     path.write_bytes(b"first")
     expected = hashlib.sha256(b"first").hexdigest()
     assert [cached_sha256(path), cached_sha256(path)] == [expected] * 2
-    forget(monkeypatch)
+    clear_hashes(monkeypatch)
     assert cached_sha256(path) == expected
     assert read == ["a"]
     times = path.stat()
@@ -71,7 +71,7 @@ def test_a_damaged_cache_is_as_good_as_none(
     cache.parent.mkdir(parents=True)
     cache.write_bytes(content)
     assert cached_sha256(path) == hashlib.sha256(b"first").hexdigest()
-    forget(monkeypatch)
+    clear_hashes(monkeypatch)
     monkeypatch.setattr(hashes, "_cache_path", lambda: Path("/proc/none/sha256.json"))
     assert cached_sha256(path) == hashlib.sha256(b"first").hexdigest()
 

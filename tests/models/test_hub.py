@@ -139,7 +139,7 @@ CONFIG = PipelineConfig(
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of a tiny Wan, and files in other formats that many repositories have too."""
+    """Folder of a hub repository: a tiny Wan, and files in other formats, as many have."""
     folder = tmp_path_factory.mktemp("wan") / "wan"
     save_tiny_wan(folder, boundary_ratio=0.875, max_shard_size="30KB")
     for path in list(folder.rglob("*.safetensors")):
@@ -158,14 +158,14 @@ def wan(hub: type[Hub], repository: Path) -> type[Hub]:
     return hub
 
 
-def _in_use(folder: Path, parts: Iterable[str]) -> set[str]:
-    """Return the weight files of `parts` that diffusers and transformers read."""
+def _files_in_use(folder: Path, parts: Iterable[str]) -> set[str]:
+    """Return the weight files of components that diffusers and transformers read."""
     paths = (path for part in parts for path in (folder / part).glob("*.safetensors*"))
     return {f"{path.parent.name}/{path.name}" for path in paths if ".fp16" not in path.name}
 
 
-def _on_host(host: int) -> World:
-    """Return the world of the first rank on a host, with two hosts of two ranks each."""
+def _first_rank_on(host: int) -> World:
+    """Return the `World` of the first rank on a host; there are two hosts with two ranks each."""
     return World(rank=2 * host, local_rank=0, size=4, local_size=2, host=host, num_hosts=2)
 
 
@@ -174,16 +174,16 @@ def _on_host(host: int) -> World:
 def test_a_host_downloads_what_its_ranks_need(
     wan: type[Hub], host: int, expected: tuple[str, ...]
 ) -> None:
-    config, checkpoint = resolve_config(CONFIG, world=_on_host(host))
+    config, checkpoint = resolve_config(CONFIG, world=_first_rank_on(host))
     assert isinstance(checkpoint, Checkpoint)
-    assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, expected)
+    assert _weights(_files(checkpoint.folder)) == _files_in_use(wan.folder, expected)
     assert isinstance(config.sampling, WanSampling)
     roles = config.layout.roles[2 * host : 2 * host + 2]
     load_engine_model(checkpoint, config.model, config.sampling, "cpu", roles[0])
     check_memory(config, checkpoint, roles)
 
     resolve_config(config.single_rank())  # for the reference, or for a single host
-    assert _weights(_files(checkpoint.folder)) == _in_use(wan.folder, PARTS)
+    assert _weights(_files(checkpoint.folder)) == _files_in_use(wan.folder, PARTS)
 
 
 def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> None:
@@ -197,14 +197,14 @@ def test_a_request_is_checked_before_a_weight_is_downloaded(wan: type[Hub]) -> N
 def test_a_cache_that_is_partly_filled_and_no_network(
     wan: type[Hub], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    resolve_config(CONFIG, world=_on_host(0))
+    resolve_config(CONFIG, world=_first_rank_on(0))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     huggingface_hub.close_session()
     fetch_snapshot.cache_clear()  # as in a new process
     wan.requested.clear()
-    resolve_config(CONFIG, world=_on_host(0))
+    resolve_config(CONFIG, world=_first_rank_on(0))
     with pytest.raises(ModelError) as caught:
-        resolve_config(CONFIG, world=_on_host(1))
+        resolve_config(CONFIG, world=_first_rank_on(1))
     huggingface_hub.close_session()
     assert not wan.requested
     assert "not fully cached here (transformer_2, vae missing)" in caught.value.message

@@ -44,7 +44,7 @@ NAMES = ("wan", "ltx", "hunyuan-video", "cogvideox", "ltx2", "skyreels-v2", "moc
 
 
 def loras_of(family: str, checkpoint: Path, folder: Path) -> tuple[Lora, ...]:
-    """Save and return two LoRAs with different weights, one for each expert if there are two."""
+    """Save and return two LoRAs for a tiny checkpoint, one for each expert if there are two."""
     second = "transformer_2" if family == "wan" else "transformer"
     experts: Any = ("high", "low") if family == "wan" else (None, None)
     files = [
@@ -77,7 +77,9 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
     model = ModelConfig(
         name=str(folder), loras=loras_of(tiny_model.checkpoint.family, folder, tmp_path)
     )
-    plain, with_loras = (_diffusers(folder, sampling, request, use) for use in ((), model.loras))
+    plain, with_loras = (
+        _run_diffusers_with_loras(folder, sampling, request, use) for use in ((), model.loras)
+    )
     assert not np.array_equal(plain[1], with_loras[1])
     rank_for = ranks(find_checkpoint(model), sampling, model=model)
     check_every_cut(rank_for, tiny_model.steps, with_loras, request, None)
@@ -88,8 +90,10 @@ def test_every_cut_gives_the_bits_of_diffusers_with_the_same_loras(
     )
 
 
-def _diffusers(folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]) -> Any:
-    """Make a clip with diffusers, with LoRAs loaded as its manual says.
+def _run_diffusers_with_loras(
+    folder: Path, sampling: Any, request: Any, loras: tuple[Lora, ...]
+) -> Any:
+    """Make a clip with diffusers, which loads the LoRAs as its manual says.
 
     Return what `reference_clip` returns.
     """
@@ -140,7 +144,7 @@ def test_clips_with_loras_of_their_own_have_the_bits_of_a_fresh_pipeline(
     made = []
     for numbers in SETS:
         loras = tuple(lora for number in numbers for lora in of_clips[number])
-        latents, *_ = _diffusers(folder, sampling, request, (*model.loras, *loras))
+        latents, *_ = _run_diffusers_with_loras(folder, sampling, request, (*model.loras, *loras))
         tensors = packet
         for step in range(tiny_model.steps):
             rank = rank_for(step, step + 1)
@@ -200,8 +204,8 @@ def test_loras_that_a_model_cannot_load_are_refused(
         _find(two, Lora(name="x", expert="low"))
 
 
-def _changed(folder: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> Lora:
-    """Save a LoRA for the first expert, with changed tensors. None removes a tensor."""
+def _save_changed_lora(folder: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> Lora:
+    """Save and return a LoRA for the first expert, with changed tensors. None removes one."""
     file = save_tiny_lora(folder, tmp_path / name, seed=1)
     tensors = {**load_file(file), **changes}
     save_file({key: each for key, each in tensors.items() if each is not None}, file)
@@ -230,7 +234,7 @@ def test_a_file_of_which_diffusers_would_drop_or_invent_something_is_refused(
     """
     folder = tiny_models("wan").checkpoint.folder
     with pytest.raises(ModelError, match=words) as caught:
-        _find(folder, _changed(folder, tmp_path, "x.safetensors", changes))
+        _find(folder, _save_changed_lora(folder, tmp_path, "x.safetensors", changes))
     assert caught.value.details
 
 
@@ -265,7 +269,7 @@ def test_weights_that_are_close_are_told_apart(tiny_models: TinyModels, tmp_path
 def test_numbers_that_are_not_finite_are_refused(tiny_models: TinyModels, tmp_path: Path) -> None:
     tiny_model = tiny_models("wan")
     factor = torch.full((24, 2), float("nan"))
-    lora = _changed(
+    lora = _save_changed_lora(
         tiny_model.checkpoint.folder, tmp_path, "x.safetensors", {SECOND_FACTOR: factor}
     )
     with pytest.raises(ModelError, match=r"to_q.lora_B.weight' has numbers that are not finite"):
@@ -283,7 +287,7 @@ def test_tensors_that_have_no_place_in_the_denoiser_are_refused(
         f"{OTHER}.lora_A.weight": torch.ones(2, 24),
         f"{OTHER}.lora_B.weight": torch.ones(24, 2),
     }
-    lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
+    lora = _save_changed_lora(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
     checkpoint = _find(tiny_model.checkpoint.folder, lora)
     words = r"'blocks.0.attn9.to_q.lora_A.weight' is not in a Wan"
     with pytest.raises(ModelError, match=words):
@@ -309,8 +313,8 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     factors["text_encoder.layers.0.q_proj.lora_A.weight"] = torch.ones(2, 24)
     factors["lora_te1_layers_0_q_proj.lora_up.weight"] = torch.ones(24, 2)
     folder = tiny_model.checkpoint.folder
-    more = _changed(folder, tmp_path, "more.safetensors", factors)
-    plain = _changed(folder, tmp_path, "plain.safetensors", {})
+    more = _save_changed_lora(folder, tmp_path, "more.safetensors", factors)
+    plain = _save_changed_lora(folder, tmp_path, "plain.safetensors", {})
     packets, files = [], []
     for lora in (more, plain):
         checkpoint = _find(folder, lora)
@@ -400,7 +404,7 @@ def test_a_lora_that_fits_no_weight_is_refused_before_one_is_loaded(
     """A LoRA whose shapes do not fit is refused before a weight is loaded, with both shapes."""
     tiny_model = tiny_models("wan")
     factors = {FIRST_FACTOR: torch.ones(2, 7), SECOND_FACTOR: torch.ones(24, 2)}
-    lora = _changed(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
+    lora = _save_changed_lora(tiny_model.checkpoint.folder, tmp_path, "x.safetensors", factors)
     checkpoint = _find(tiny_model.checkpoint.folder, lora)
     words = rf"{FIRST_FACTOR}' of shape \[2, 7\] does not fit .*to_q of shape \[24, 24\]"
     with pytest.raises(ModelError, match=words):

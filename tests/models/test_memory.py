@@ -52,8 +52,8 @@ def num_bytes(modules: Iterable[torch.nn.Module]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def check(tiny_model: TinyModel, rel: dict[str, float], num_threads: int = 1) -> None:
-    """Compare the estimate for a clip of two steps with what its ranks hold and allocate.
+def check_estimate(tiny_model: TinyModel, rel: dict[str, float], num_threads: int = 1) -> None:
+    """Compare the memory estimate for a clip of two steps with what its ranks hold and allocate.
 
     `rel` is the relative tolerance for each part. The activations of other parts are not compared.
     """
@@ -94,7 +94,7 @@ def demo(dtype: Any = "fp32", **changes: int) -> TinyModel:
 def check_demo(threads: int, chunk: int) -> None:
     torch.set_num_threads(threads)
     rel = {"encode": 0.1, "denoise": 0.05, "decode": 0.05}
-    check(demo(decode_chunk_size=chunk), rel, threads)
+    check_estimate(demo(decode_chunk_size=chunk), rel, threads)
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
     sampling = tiny_model.checkpoint.resolve_sampling(case.config(**more))
     image = source(sampling) if case.image else None
     rel = dict.fromkeys(("encode", "denoise", "decode"), 0.1) if name in SIZES else {}
-    check(replace(tiny_model, sampling=sampling, source=image), rel)
+    check_estimate(replace(tiny_model, sampling=sampling, source=image), rel)
 
 
 @pytest.mark.slow

@@ -339,8 +339,8 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
     whole = _last(tiny_model, packet)
     frames = tiny_model.decoder.decode(whole)
 
-    def shows(damaged: Tensors) -> bool:
-        """Return whether the damaged packet gives another clip, or an error."""
+    def damage_shows(damaged: Tensors) -> bool:
+        """Return whether denoising a damaged packet gives another clip, or an error."""
         try:
             last = _last(tiny_model, damaged)
             if not torch.equal(last[LATENTS], whole[LATENTS]):
@@ -349,7 +349,7 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
         except Exception:
             return True
 
-    assert not shows(dict(packet))
+    assert not damage_shows(dict(packet))
     assert any(_numbers(_structure(packet))) != case.is_stateless
     tensors = [each for each in packet if each != STRUCTURE and not _GENERATORS.search(each)]
     damaged = [*((each, _damaged(packet, each)) for each in tensors), *_other_states(packet)]
@@ -358,11 +358,11 @@ def test_every_tensor_and_number_of_a_packet_is_needed(tiny_models: TinyModels, 
         for part, other in damaged
         if part not in {*case.unread, *(UNREAD_OF_MODULAR if tiny_model.is_modular else ())}
         and not any(known in part for known in UNREAD)
-        and not shows(other)
+        and not damage_shows(other)
     ]
     assert unseen == []
     states = dict.fromkeys(filter(_GENERATORS.search, packet), _OTHER_GENERATOR)
-    assert shows({**packet, **states}) == case.draws
+    assert damage_shows({**packet, **states}) == case.draws
 
 
 def _last(tiny_model: TinyModel, packet: Tensors) -> Tensors:
@@ -377,7 +377,7 @@ def _damaged(packet: Tensors, name: str) -> Tensors:
 
 
 def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Yield, for each number in the packet's state, its name and a packet with another number."""
+    """Yield packets in which one number of the schedulers' state is changed, with its name."""
     for place, (key, _) in enumerate(_numbers(_structure(packet))):
         if key == "_begin_index":  # only the first step reads it
             continue
@@ -388,7 +388,7 @@ def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
 
 
 def _numbers(structure: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the JSON node of each number in the state of schedulers and guiders."""
+    """Yield each number in a packet's state of schedulers and guiders: its name and JSON node."""
     if "attributes" in structure:
         parts = structure["attributes"].values()
         states = [attributes for modules in parts for attributes in modules.values()]
@@ -409,10 +409,10 @@ def _structure(packet: Tensors) -> Any:
 # --- a CFG pair, one rank for each branch of the guidance, gives the bits of one rank -------------
 
 
-def pair_of(
+def denoise_in_pair(
     models: list[EngineModel], packet: Tensors, start: int, end: int, kind: type[Half] = Half
 ) -> list[Tensors]:
-    """Do steps on both ranks of a pair, each in a thread; return both packets."""
+    """Do steps on both ranks of a CFG pair, each in a thread; return both packets."""
     return run_pair(
         lambda partner: models[partner.branch].denoise(packet, start, end, nothing, partner), kind
     )
@@ -428,7 +428,7 @@ FIRST_PAIRED = {CASES[name].family: name for name in reversed(PAIRED)}
 
 
 def both_ranks(tiny_model: TinyModel, **changes: Any) -> list[EngineModel]:
-    """Return the models of both ranks of a pair, each with all roles."""
+    """Load and return the models of both ranks of a CFG pair, each with all roles."""
     experts = frozenset(range(tiny_model.checkpoint.num_experts))
     roles = Roles(encode=True, denoise=True, decode=True, experts=experts)
     sampling = replace(tiny_model.sampling, **changes)
@@ -473,8 +473,8 @@ def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str
     models, packet = both_ranks(tiny_model), tiny_model.encode(tiny_model.request())
     alone = models[0].denoise(packet, 0, STEPS, nothing)
 
-    middle = pair_of(models, packet, 0, 2)
-    ends = pair_of(models, middle[1], 2, STEPS)
+    middle = denoise_in_pair(models, packet, 0, 2)
+    ends = denoise_in_pair(models, middle[1], 2, STEPS)
 
     assert_equal(*middle)
     assert_equal(*ends)
@@ -482,11 +482,11 @@ def test_a_pair_gives_the_packets_of_one_rank(tiny_models: TinyModels, name: str
         assert_equal(ends[0], alone)
     assert torch.allclose(ends[0][LATENTS], alone[LATENTS], atol=1e-3)
     # The shapes are known now, so no rank has to evaluate both branches.
-    assert_equal(*pair_of(models, packet, 0, 1))
+    assert_equal(*denoise_in_pair(models, packet, 0, 1))
 
 
 class PairModel:
-    """Both ranks of a pair as one model. Each step is done by both, with equal results."""
+    """Stand-in for a model that runs both ranks of a CFG pair, and checks for equal results."""
 
     def __init__(self, models: list[EngineModel]) -> None:
         self._models = models
@@ -507,7 +507,7 @@ class PairModel:
 
 
 class DamagedHalf(Half):
-    """`Partner` with which the second rank receives changed predictions."""
+    """`Partner` of a rank in a CFG pair. The second rank receives changed predictions."""
 
     def received(self, tensors: Tensors) -> Tensors:
         if self.branch == 0:
@@ -528,7 +528,7 @@ def test_a_modular_clip_of_a_pair_has_the_bits_of_the_whole_call(
 
     # The second step is used, because some guiders ignore the predictions of the first step.
     packet = models[0].denoise(tiny_model.encode(request), 0, 1, nothing)
-    first, second = pair_of(models, packet, 1, 2, DamagedHalf)
+    first, second = denoise_in_pair(models, packet, 1, 2, DamagedHalf)
     assert_equal(first, models[0].denoise(packet, 1, 2, nothing))
     assert not torch.equal(first[LATENTS], second[LATENTS])
 
@@ -540,7 +540,10 @@ def test_a_pair_does_the_steps_of_modular_clips_without_guidance(tiny_models: Ti
     tiny_model = tiny_models("wan-modular")
     unguided = both_ranks(tiny_model, guidance_scale=1.0)
     packet = tiny_model.encode(tiny_model.request())
-    for packets in (pair_of(unguided, packet, 0, STEPS), pair_of(unguided, packet, 0, STEPS)):
+    for packets in (
+        denoise_in_pair(unguided, packet, 0, STEPS),
+        denoise_in_pair(unguided, packet, 0, STEPS),
+    ):
         for each in packets:
             assert_equal(each, unguided[0].denoise(packet, 0, STEPS, nothing))
 
@@ -549,7 +552,7 @@ def test_a_step_of_one_branch_is_refused(tiny_models: TinyModels) -> None:
     tiny_model = tiny_models(FIRST_PAIRED["wan"])
     unguided = both_ranks(tiny_model, guidance_scale=1.0, guidance_scale_2=None)
     with pytest.raises(ModelError, match="step 0 evaluates only one branch of the guidance"):
-        pair_of(unguided, tiny_model.encode(tiny_model.request()), 0, 1)
+        denoise_in_pair(unguided, tiny_model.encode(tiny_model.request()), 0, 1)
 
 
 def test_what_may_not_be_divided_is_refused() -> None:

@@ -44,14 +44,14 @@ ALL_ROLES = Roles(encode=True, denoise=True, decode=True)
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny modular checkpoint with all components."""
+    """Tiny modular checkpoint, which has all its components in one folder."""
     folder = tmp_path_factory.mktemp("whole") / "wan"
     return save_tiny("wan_modular", folder, guider=diffusers.ClassifierFreeGuidance(stop=0.5))
 
 
 @pytest.fixture(scope="module")
 def changed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy of `whole` with other weights."""
+    """Copy of the checkpoint `whole` with other weights."""
     folder = Path(shutil.copytree(whole, tmp_path_factory.mktemp("changed") / "wan"))
     for path in folder.glob("*/*.safetensors"):
         tensors = {name: tensor * 0.5 for name, tensor in load_file(path).items()}
@@ -59,8 +59,8 @@ def changed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _name_place(folder: Path, part: str, **place: Any) -> None:
-    """Change the location of a component in the index of `folder`."""
+def _set_source(folder: Path, part: str, **place: Any) -> None:
+    """Set a component's source (repository, subfolder, revision) in a modular index."""
     index = json.loads((folder / INDEX).read_text())
     where = index[part][2]
     where |= {"pretrained_model_name_or_path": None, "subfolder": part, "revision": None}
@@ -69,10 +69,10 @@ def _name_place(folder: Path, part: str, **place: Any) -> None:
 
 
 def _serve_copy(hub: type[Hub], whole: Path, folder: Path, **place: Any) -> None:
-    """Serve a copy of a checkpoint as org/tiny. Its index names `place` for all components."""
+    """Serve a copy of a checkpoint on the local hub. Its components' source is set to `place`."""
     hub.folder = Path(shutil.copytree(whole, folder))
     for part in PARTS:
-        _name_place(hub.folder, part, **place)
+        _set_source(hub.folder, part, **place)
 
 
 def _only_index(whole: Path, folder: Path) -> Path:
@@ -83,7 +83,7 @@ def _only_index(whole: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
-    """Hub whose model org/tiny is only an index. The components are in three other repositories."""
+    """Local hub with a model whose index names three other repositories for its components."""
     hub.folder = _only_index(whole, tmp_path / "tiny")
     vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # is at the root of its repository
     video, text = tmp_path / "video", tmp_path / "text"
@@ -96,12 +96,12 @@ def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
     hub.others |= {"org/vae": Path(vae), "org/video": video, "org/text@v1": text}
     hub.others["org/text"] = tmp_path / "empty"  # only the revision v1 has the files
     hub.others["org/text"].mkdir()
-    _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/vae", subfolder="")
+    _set_source(hub.folder, "vae", pretrained_model_name_or_path="org/vae", subfolder="")
     for part in ("guider", "scheduler", "transformer"):
-        _name_place(hub.folder, part, repo="org/video")  # key of older indexes
+        _set_source(hub.folder, part, repo="org/video")  # key of older indexes
     at = {"pretrained_model_name_or_path": "org/text", "revision": "v1"}
-    _name_place(hub.folder, "text_encoder", **at, subfolder="encoders/umt5")
-    _name_place(hub.folder, "tokenizer", **at, subfolder="words")
+    _set_source(hub.folder, "text_encoder", **at, subfolder="encoders/umt5")
+    _set_source(hub.folder, "tokenizer", **at, subfolder="words")
     return hub
 
 
@@ -173,7 +173,7 @@ def test_an_entry_wins_over_the_own_folder_of_a_hub_model(
     """
     _serve_copy(hub, whole, tmp_path / "tiny", pretrained_model_name_or_path="org/tiny")
     hub.others["org/other"] = changed
-    _name_place(hub.folder, "vae", pretrained_model_name_or_path="org/other")
+    _set_source(hub.folder, "vae", pretrained_model_name_or_path="org/other")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny"))
     assert checkpoint.external_components == {"vae": f"org/other@{commit_of('org/other')}"}
     _assert_loads(checkpoint, {part: whole / part for part in WEIGHTED} | {"vae": changed / "vae"})
@@ -189,16 +189,16 @@ def test_files_in_a_local_folder_win_over_its_entries(
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     hub.others["org/other"] = changed
     for part in PARTS:
-        _name_place(folder, part, pretrained_model_name_or_path="org/other", revision="v7")
+        _set_source(folder, part, pretrained_model_name_or_path="org/other", revision="v7")
     (folder / "vae").rename(folder / "decoder")
-    _name_place(folder, "vae", repo="org/other", subfolder="decoder")
+    _set_source(folder, "vae", repo="org/other", subfolder="decoder")
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
     assert not hub.requested
     assert checkpoint.external_components == {}
     _assert_loads(checkpoint, {part: whole / part for part in WEIGHTED})
     before = checkpoint.fingerprint
 
-    _name_place(folder, "vae", repo="org/other")  # not in this folder
+    _set_source(folder, "vae", repo="org/other")  # not in this folder
     checkpoint = find_checkpoint(ModelConfig(name=str(folder)))
     assert checkpoint.external_components.keys() == {"vae"}
     assert checkpoint.fingerprint not in (None, before)
@@ -213,7 +213,7 @@ def test_the_variant_of_an_entry_is_read(
         changed / "vae/diffusion_pytorch_model.safetensors",
         hub.folder / "vae/diffusion_pytorch_model.fp16.safetensors",
     )
-    _name_place(hub.folder, "vae", variant="fp16")
+    _set_source(hub.folder, "vae", variant="fp16")
     for name in ("org/tiny", str(hub.folder)):
         checkpoint = find_checkpoint(ModelConfig(name=name))
         assert checkpoint.variant_of("vae") == "fp16"
@@ -233,7 +233,7 @@ def test_a_requested_variant_replaces_that_of_an_entry(
     stem = hub.folder / "transformer" / "diffusion_pytorch_model"
     shutil.copy(f"{stem}.safetensors", f"{stem}.bf16.safetensors")
     hub.others["org/other"] = changed
-    _name_place(hub.folder, "vae", repo="org/other", variant="fp8")
+    _set_source(hub.folder, "vae", repo="org/other", variant="fp8")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny", variant="bf16"))
     found = {part: checkpoint.variant_of(part) for part in WEIGHTED}
     assert found == {"text_encoder": None, "transformer": "bf16", "vae": None}
@@ -261,7 +261,7 @@ def test_places_that_svdpp_does_not_follow_are_refused(
 ) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     shutil.rmtree(folder / "vae")
-    _name_place(folder, "vae", **place)
+    _set_source(folder, "vae", **place)
     assert message in error_of(folder).message
     assert not hub.requested
 
@@ -282,7 +282,7 @@ def test_a_component_of_another_revision_of_the_model(
 ) -> None:
     _serve_copy(hub, whole, tmp_path / "tiny")
     hub.others["org/tiny@v2"] = changed
-    _name_place(hub.folder, "vae", repo="org/tiny", revision="v2")
+    _set_source(hub.folder, "vae", repo="org/tiny", revision="v2")
     checkpoint = find_checkpoint(ModelConfig(name="org/tiny"), weights=False)
     assert checkpoint.external_components == {"vae": f"org/tiny@{commit_of('org/tiny@v2')}"}
     assert (checkpoint.revision, checkpoint.folder.name) == (COMMIT, COMMIT)

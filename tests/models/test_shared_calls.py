@@ -22,7 +22,7 @@ Block = Callable[[Callable[..., Any], torch.Tensor], Any]
 
 
 class Rank:
-    """Rank of a pair, with a list of the denoiser calls that it has evaluated."""
+    """Stand-in for a rank of a CFG pair, with a list of the denoiser calls that it evaluated."""
 
     def __init__(self) -> None:
         self.outputs: list[Node] = []
@@ -45,13 +45,13 @@ class Rank:
         return shared.run(5, lambda: block(call, LATENT), set_back)
 
 
-def pair_of(ranks: list[Rank], block: Block) -> list[Any]:
-    """Run a block on both ranks of a pair, and return both results."""
+def run_in_pair(ranks: list[Rank], block: Block) -> list[Any]:
+    """Run a block on both ranks of a CFG pair, and return both results."""
     return run_pair(lambda partner: ranks[partner.branch].step(partner, block))
 
 
-def guided(*scales: float) -> Block:
-    """Return a block that calls the denoiser once for each scale, and sums the results."""
+def guided_block(*scales: float) -> Block:
+    """Return a stand-in for a guided block: it calls the denoiser for each scale, and sums up."""
 
     def block(call: Callable[..., Any], latent: torch.Tensor) -> Any:
         results = [call(latent + 0, scale=scale) for scale in scales]
@@ -65,14 +65,14 @@ def guided(*scales: float) -> Block:
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
 def test_each_rank_evaluates_every_second_call(count: int) -> None:
     scales = [float(scale) for scale in range(1, count + 1)]
-    ranks, block = [Rank(), Rank()], guided(*(scales or [9.0]))
+    ranks, block = [Rank(), Rank()], guided_block(*(scales or [9.0]))
     if count == 0:
         block = lambda _, latent: (latent, latent)  # noqa: E731
     alone = block(Rank().forward, LATENT)
     for is_later in (False, True):
         for rank in ranks:
             rank.evaluated.clear()
-        for noise, audio in pair_of(ranks, block):
+        for noise, audio in run_in_pair(ranks, block):
             assert torch.equal(noise.view(torch.int32), alone[0].view(torch.int32))
             assert torch.equal(audio.view(torch.int32), alone[1].view(torch.int32))
         own = [scales[0::2], scales[1::2]]
@@ -114,9 +114,9 @@ def test_a_call_that_depends_on_another_is_refused(
     ranks = [Rank(), Rank()]
     monkeypatch.setattr(Rank, "forward", _forward_of_any_scale)
     if block not in (_changed_in_place, _of_an_object):
-        pair_of(ranks, block)  # in its first step, the second rank evaluates the call itself
+        run_in_pair(ranks, block)  # in its first step, the second rank evaluates the call itself
     with pytest.raises(ModelError, match="of the denoiser in step 5 depends on the") as caught:
-        pair_of(ranks, block)
+        run_in_pair(ranks, block)
     assert caught.value.details["step"] == 5
 
 
@@ -129,4 +129,4 @@ def test_results_of_different_shapes_are_refused() -> None:
         return call(latent, scale=1.0), call(latent[:1], scale=1.0)
 
     with pytest.raises(ModelError, match="results of different shapes in step 5"):
-        pair_of([Rank(), Rank()], block)
+        run_in_pair([Rank(), Rank()], block)

@@ -47,7 +47,7 @@ IN_CI = ("sana-video", "cogvideox")
 
 
 def tiled(tiny_models: TinyModels, name: str) -> TinyModel:
-    """Return the tiny model of a case with VAE tiling, for a clip of several tiles."""
+    """Return the tiny model of a test case with VAE tiling, for a clip of several tiles."""
     tiny_model = tiny_models(name)
     sizes: dict[str, Any] = {**TILED[name], "num_inference_steps": 2}
     return replace(

@@ -50,7 +50,7 @@ LAYER = "blocks.0.attn1.to_q.weight"
 def quantise(
     source: Path, folder: Path, *parts: str, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Path:
-    """Copy a checkpoint to `folder`. The denoisers `parts` are quantised and saved by diffusers."""
+    """Copy a checkpoint to `folder`, and quantise its denoisers `parts` there with diffusers."""
     shutil.copytree(source, folder)
     for part in parts:
         name = json.loads((source / part / "config.json").read_text())["_class_name"]
@@ -64,21 +64,21 @@ def quantise(
 
 @pytest.fixture(scope="session")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Tiny Wan with two experts, not quantised."""
+    """Checkpoint of a tiny Wan with two experts, not quantised."""
     return save_tiny("wan", tmp_path_factory.mktemp("wan"), boundary_ratio=0.875)
 
 
 @pytest.fixture(scope="session")
-def saved(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Copy of `plain` whose first expert is quantised to int8, from bf16."""
+def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint of a tiny Wan whose first expert is quantised to int8, from bf16."""
     folder = tmp_path_factory.mktemp("int8") / "wan"
     return quantise(plain, folder, "transformer", dtype=torch.bfloat16)
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    """Copy of `saved`, which a test may change."""
-    return Path(shutil.copytree(saved, tmp_path / "wan"))
+def folder(quantised: Path, tmp_path: Path) -> Path:
+    """Copy of the quantised checkpoint, which a test may change."""
+    return Path(shutil.copytree(quantised, tmp_path / "wan"))
 
 
 def bf16(folder: Path, **more: Any) -> ModelConfig:
@@ -91,9 +91,9 @@ def sampling_of(model: ModelConfig) -> Any:
 
 @pytest.mark.slow
 def test_every_cut_gives_the_bits_of_diffusers_with_the_same_checkpoint(
-    plain: Path, saved: Path
+    plain: Path, quantised: Path
 ) -> None:
-    model = bf16(saved)
+    model = bf16(quantised)
     checkpoint, sampling = find_checkpoint(model), sampling_of(model)
     assert checkpoint.int8_denoisers == ("transformer",)
     expected = whole_clip(model, sampling, REQUEST, None)
@@ -123,11 +123,11 @@ def test_every_cut_of_every_family_with_an_int8_denoiser(
     assert not np.array_equal(other[1], expected[1])
 
 
-def test_shards_may_divide_a_weight(plain: Path, saved: Path, tmp_path: Path) -> None:
+def test_shards_may_divide_a_weight(plain: Path, quantised: Path, tmp_path: Path) -> None:
     folder = quantise(
         plain, tmp_path / "x", "transformer", dtype=torch.bfloat16, max_shard_size="1KB"
     )
-    models = [bf16(each) for each in (saved, folder)]
+    models = [bf16(each) for each in (quantised, folder)]
     one, shards = (
         loaded(ranks(find_checkpoint(model), sampling_of(model), model=model)(0, 1))["transformer"]
         for model in models
@@ -160,9 +160,9 @@ def test_its_memory_is_that_of_its_bytes_and_of_layers_that_are_cast(
 
 
 def test_ranks_share_the_pages_of_its_file_and_clips_name_the_version_of_torchao(
-    plain: Path, saved: Path
+    plain: Path, quantised: Path
 ) -> None:
-    model, denoise = bf16(saved), Roles(denoise=True)
+    model, denoise = bf16(quantised), Roles(denoise=True)
     checkpoint, sampling = find_checkpoint(model), sampling_of(model)
     config = PipelineConfig(world_size=1, model=model, sampling=sampling)
     (module,) = loaded(ranks(checkpoint, sampling, model=model)(0, 1)).values()
@@ -170,7 +170,7 @@ def test_ranks_share_the_pages_of_its_file_and_clips_name_the_version_of_torchao
     pages = [
         range(*(int(end, 16) for end in line[0].split("-")))
         for line in mapped
-        if line[-1] == str(saved / WEIGHTS)
+        if line[-1] == str(quantised / WEIGHTS)
     ]
     buffers = {each.data_ptr() for each in module.buffers()}
     for tensor in memory._weights(module):
@@ -185,8 +185,8 @@ def test_ranks_share_the_pages_of_its_file_and_clips_name_the_version_of_torchao
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def rewrite(change: Callable[[dict[str, Any], dict[str, str]], None]) -> Callable[[Path], None]:
-    """Return a function that rewrites the weights of a folder after `change` has changed them."""
+def rewritten(change: Callable[[dict[str, Any], dict[str, str]], None]) -> Callable[[Path], None]:
+    """Return a function that lets `change` edit a checkpoint's quantised weights and saves them."""
 
     def write(folder: Path) -> None:
         tensors = load_file(folder / WEIGHTS)
@@ -198,8 +198,8 @@ def rewrite(change: Callable[[dict[str, Any], dict[str, str]], None]) -> Callabl
     return write
 
 
-def described(**changes: Any) -> Callable[[Path], None]:
-    """Return a function that changes how the metadata describe a quantised weight."""
+def metadata_changed(**changes: Any) -> Callable[[Path], None]:
+    """Return a function that edits the metadata of a quantised weight in a checkpoint."""
 
     def change(_: Any, metadata: dict[str, str]) -> None:
         entry = json.loads(metadata[LAYER])
@@ -207,18 +207,18 @@ def described(**changes: Any) -> Callable[[Path], None]:
             (entry if name.startswith("_") else entry["_data"])[name] = value
         metadata[LAYER] = json.dumps(entry)
 
-    return rewrite(change)
+    return rewritten(change)
 
 
-def tensor(name: str, value: Any) -> Callable[[Path], None]:
-    """Return a function that replaces a tensor. None removes the tensor."""
+def quantised_tensor_replaced(name: str, value: Any) -> Callable[[Path], None]:
+    """Return a function that replaces a tensor in a quantised checkpoint. None removes it."""
 
     def change(tensors: dict[str, Any], _: Any) -> None:
         tensors.pop(name, None)
         if value is not None:
             tensors[name] = value
 
-    return rewrite(change)
+    return rewritten(change)
 
 
 def int8(prefix: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
@@ -229,8 +229,8 @@ def int8(prefix: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
     }
 
 
-def smaller(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
-    """Replace a quantised weight by one with another shape."""
+def shrink_weight(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
+    """Replace a quantised weight by one with fewer columns, in tensors and metadata."""
     tensors |= int8("blocks.0.attn1.to_q._weight_", 24, 12)
     metadata[LAYER] = metadata[LAYER].replace("[1, 24]", "[1, 12]")
 
@@ -238,22 +238,34 @@ def smaller(tensors: dict[str, Any], metadata: dict[str, str]) -> None:
 OTHER = f"'{LAYER}' is not a weight that Int8WeightOnlyConfig quantised"
 QDATA = "blocks.0.attn1.to_q._weight_qdata"
 DEFECTS: Mapping[str, tuple[Callable[[Path], None], str]] = {
-    "no metadata": (rewrite(lambda _, metadata: metadata.clear()), "not describe 'tensor_names'"),
-    "no JSON": (rewrite(lambda _, metadata: metadata.update({LAYER: "["})), "not describe 'blocks"),
-    "another class": (described(_type="Float8Tensor"), OTHER),
-    "another dtype": (described(dtype={"_type": "torch.dtype", "_data": "load"}), OTHER),
-    "groups": (described(block_size=[1, 8]), OTHER),
-    "quantised activations": (described(act_quant_kwargs={"_type": "x", "_data": {}}), OTHER),
-    "further values": (described(act_pre_scale=1), OTHER),
-    "other tensors": (described(_tensor_data_names=["qdata", "scale"]), OTHER),
-    "missing numbers": (tensor(QDATA, None), OTHER),
-    "other numbers": (tensor(QDATA, torch.ones(24, 24)), OTHER),
-    "a missing tensor": (tensor("proj_out.bias", None), "'proj_out.bias' is missing"),
+    "no metadata": (rewritten(lambda _, metadata: metadata.clear()), "not describe 'tensor_names'"),
+    "no JSON": (
+        rewritten(lambda _, metadata: metadata.update({LAYER: "["})),
+        "not describe 'blocks",
+    ),
+    "another class": (metadata_changed(_type="Float8Tensor"), OTHER),
+    "another dtype": (metadata_changed(dtype={"_type": "torch.dtype", "_data": "load"}), OTHER),
+    "groups": (metadata_changed(block_size=[1, 8]), OTHER),
+    "quantised activations": (
+        metadata_changed(act_quant_kwargs={"_type": "x", "_data": {}}),
+        OTHER,
+    ),
+    "further values": (metadata_changed(act_pre_scale=1), OTHER),
+    "other tensors": (metadata_changed(_tensor_data_names=["qdata", "scale"]), OTHER),
+    "missing numbers": (quantised_tensor_replaced(QDATA, None), OTHER),
+    "other numbers": (quantised_tensor_replaced(QDATA, torch.ones(24, 24)), OTHER),
+    "a missing tensor": (
+        quantised_tensor_replaced("proj_out.bias", None),
+        "'proj_out.bias' is missing",
+    ),
     "a plain tensor of int8": (
-        tensor("proj_out.bias", torch.ones(16, dtype=torch.int8)),
+        quantised_tensor_replaced("proj_out.bias", torch.ones(16, dtype=torch.int8)),
         "'proj_out.bias' is missing or is not floating-point",
     ),
-    "an unknown tensor": (tensor("x", torch.ones(1)), "the metadata do not list 'x'"),
+    "an unknown tensor": (
+        quantised_tensor_replaced("x", torch.ones(1)),
+        "the metadata do not list 'x'",
+    ),
 }
 
 
@@ -280,7 +292,7 @@ def test_shards_of_different_checkpoints_are_refused(plain: Path, tmp_path: Path
 
 def test_a_weight_of_another_shape_is_named(folder: Path) -> None:
     """A quantised weight with a wrong shape is refused. diffusers would accept any shape."""
-    rewrite(smaller)(folder)
+    rewritten(shrink_weight)(folder)
     model = bf16(folder)
     checkpoint, sampling = find_checkpoint(model), sampling_of(model)
     words = r"'blocks.0.attn1.to_q.weight' has the shape \[24, 12\], but .* \[24, 24\]"
@@ -301,20 +313,20 @@ def test_a_quantised_tensor_of_another_layer_is_named(
         entry["_data"]["block_size"] = [1, columns]
         metadata[name] = json.dumps(entry)
 
-    rewrite(change)(folder)
+    rewritten(change)(folder)
     model = ModelConfig(name=str(folder))
     with pytest.raises(ModelError, match=f"'{name}' is quantised, but only weights of linear"):
         ranks(find_checkpoint(model), tiny.sampling, model=model)(0, 1)
 
 
-def test_another_dtype_is_refused_with_the_one_that_it_was_quantised_in(saved: Path) -> None:
+def test_another_dtype_is_refused_with_the_one_that_it_was_quantised_in(quantised: Path) -> None:
     with pytest.raises(RequestError, match="`dtype` is fp32, but transformer was") as caught:
-        find_checkpoint(ModelConfig(name=str(saved)))
+        find_checkpoint(ModelConfig(name=str(quantised)))
     assert caught.value.hint == "`dtype` bf16"
     assert caught.value.details["quantised_in"] == ["bf16"]
 
 
-def test_other_files_for_it_are_refused(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_files_for_it_are_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A quantised denoiser takes no LoRA and no GGUF file. These are refused before a search for
     files.
     """
@@ -325,8 +337,8 @@ def test_other_files_for_it_are_refused(saved: Path, monkeypatch: pytest.MonkeyP
         ({"denoisers": (file,)}, "takes no `denoisers`: its own are quantised by TorchAO"),
     ):
         with pytest.raises(RequestError, match=words):
-            find_checkpoint(bf16(saved, **more))
+            find_checkpoint(bf16(quantised, **more))
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(RequestError, match="needs the package torchao") as caught:
-        find_checkpoint(bf16(saved))
+        find_checkpoint(bf16(quantised))
     assert caught.value.hint == "pip install 'svdpp[torchao]'"

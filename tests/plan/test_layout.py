@@ -265,7 +265,7 @@ def test_refused(options: dict[str, Any], message: str, hint: str) -> None:
 
 @st.composite
 def replica_stages(draw: st.DrawFn) -> list[Stage]:
-    """Strategy for the stages of a replica, with one rank or several alternating ranks each."""
+    """Hypothesis strategy for the stages of a replica, each of one or several alternating ranks."""
     seconds = st.integers(0, 32).map(lambda quarters: quarters / 4)
     step = st.integers(1, 12).map(lambda quarters: quarters / 4)
     stages = []
@@ -330,7 +330,7 @@ def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
     for replica in range(layout.data_parallel_size):
         stages = layout.stages(replica)
         slowest = max(busy_seconds(stage, shares) for stage in stages)
-        for parts in divisions(layout, stages):
+        for parts in expert_divisions(layout, stages):
             if layout.split == "alternating":
                 enough = slowest / 1.00501 - 1e-6
                 assert any(steps_in(enough, part) < part.num_steps for part in parts)
@@ -343,9 +343,7 @@ def test_no_division_of_the_steps_and_ranks_is_faster(layout: Layout) -> None:
 
 
 def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
-    """Return the mean seconds per clip that the stage's slowest rank works; ranks without steps
-    count 0.
-    """
+    """Return the seconds per clip that a stage's busiest rank works, 0 for ranks without steps."""
     return max(
         (fixed + mean_steps[rank] * step) / len(stage.ranks) if mean_steps[rank] > 1e-9 else 0.0
         for rank, step, fixed in zip(
@@ -354,8 +352,8 @@ def busy_seconds(stage: Stage, mean_steps: dict[int, float]) -> float:
     )
 
 
-def divisions(layout: Layout, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
-    """Return all ways to divide the stages between two experts, with at least one stage each.
+def expert_divisions(layout: Layout, stages: list[Stage]) -> list[tuple[StageGroup, ...]]:
+    """Return all ways to divide a layout's stages between two experts, at least one stage each.
 
     If the experts are not separate, there is only one group.
     """

@@ -18,21 +18,21 @@ from tests.support.http_server import DEMO, QUICK, HttpServer, ServerHere
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[Postgres]:
-    """PostgreSQL server for all tests of the session."""
+    """Running PostgreSQL server for all tests of the session."""
     with postgres_server() as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def swift() -> Iterator[Swift]:
-    """S3 server for all tests of the session."""
+    """Running S3 server (Swift) for all tests of the session."""
     with swift_server() as server:
         yield server
 
 
 @pytest.fixture
 def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
-    """URL of an empty folder in a bucket.
+    """URL of an empty folder in a bucket of the S3 server.
 
     Environment variables have the server's URL and the keys.
     """
@@ -61,27 +61,27 @@ def told() -> Iterator[list[str]]:
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.slow)])
 def queue_url(request: pytest.FixtureRequest) -> str | None:
-    """URL of the queue's database, for each backend. None means a SQLite file."""
+    """URL of the job queue's database, for each backend. None means a SQLite file."""
     return None if request.param == "sqlite" else request.getfixturevalue("database")
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JobQueue]:
-    """Queue in a SQLite file."""
+    """Job queue in a SQLite file."""
     with contextlib.closing(JobQueue(tmp_path / "data")) as store:
         yield store
 
 
 @pytest.fixture
 def each_store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
-    """Queue on each backend, because both backends must behave in the same way."""
+    """Job queue, in SQLite and again in PostgreSQL, which must behave in the same way."""
     with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as store:
         yield store
 
 
 @pytest.fixture
 def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
-    """Function that starts one more server of a fleet, and returns it when its ranks are ready."""
+    """Function that starts one more svdpp server of a fleet, and returns it when it is ready."""
     with contextlib.ExitStack() as servers:
 
         def started(*options: str, folder: str = "data") -> HttpServer:
@@ -95,7 +95,7 @@ def start(tmp_path: Path, database: str) -> Iterator[Callable[..., HttpServer]]:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
-    """Server of the dummy model, whose clips take about 10 ms per step, and have no mp4 file."""
+    """Server of the dummy model, which takes about 10 ms per step, and writes no mp4 file."""
     with ServerHere(
         tmp_path_factory.mktemp("server") / "data", *QUICK, "--max-upload-mb", "1"
     ) as server:

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 @contextlib.contextmanager
 def long_clip(server: HttpServer) -> Iterator[str]:
-    """Yield the id of a running clip of about ten seconds, which keeps other clips waiting.
+    """Keep the server busy with a clip of about ten seconds; yield the clip's id.
 
     Delete the clip after the block.
     """
@@ -206,9 +206,10 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
             assert server.wait_for(id, "cancelled")["place"] is None
 
 
-def is_let_go(server: HttpServer, id: str) -> bool:
-    """Return whether no rank works on the clip. /v1/engine shows a removed clip as `other`."""
+def is_released(server: HttpServer, id: str) -> bool:
+    """Return whether no rank of a server works on the clip any longer."""
     ranks = server.client.get("/v1/engine").json()["ranks"]
+    # a removed clip is shown as `other`
     return all(rank["video"] not in (id, "other") for rank in ranks)
 
 
@@ -226,7 +227,7 @@ def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: Ht
         assert (first.json()["status"], first.json()["cancel_requested"]) == ("in_progress", True)
         ended = server.wait_for(id, "cancelled")
         assert not ended["cancel_requested"]
-        wait(lambda: is_let_go(server, id))
+        wait(lambda: is_released(server, id))
         again = server.client.post(f"/v1/videos/{id}/cancel")
         assert (again.status_code, again.json()) == (200, ended)
     (done,) = server.add()
@@ -237,7 +238,7 @@ def test_a_running_clip_has_no_content_and_stays_when_it_is_cancelled(server: Ht
 
 def wait_for_removal(server: HttpServer, id: str) -> None:
     assert isinstance(server, ServerHere)
-    wait(lambda: is_let_go(server, id))
+    wait(lambda: is_released(server, id))
     wait(lambda: not [path for path in server.folder.rglob("*") if id in path.name])
     wait(lambda: server.service.queue.get(id) is None)
 
@@ -330,7 +331,10 @@ def test_the_events_of_a_deleted_clip_end_by_saying_so(server: HttpServer) -> No
 
 
 def test_what_no_route_has_is_refused(server: HttpServer) -> None:
-    """An unknown `variant` is refused. Otherwise the whole clip would be sent as a thumbnail."""
+    """An unknown `variant` is refused.
+
+    If it were ignored, a client that misspells `thumbnail` would get the whole clip.
+    """
     (id,) = server.add(steps=1)
     path = f"/v1/videos/{id}/content?variant=thumbnail"
     error = error_of(server.client.get(path), 422, "invalid_request")
@@ -338,8 +342,8 @@ def test_what_no_route_has_is_refused(server: HttpServer) -> None:
     assert error["message"] == "variant must be 'video', got 'thumbnail'"
 
 
-def value_of(server: HttpServer, name: str) -> float:
-    """Return the sum of all series of a metric."""
+def metric_sum(server: HttpServer, name: str) -> float:
+    """Return the sum of all series of a metric at a server's /metrics."""
     text = server.client.get("/metrics").text
     found = re.findall(rf"^{name}(?:\{{[^}}]*\}})? (\S+)$", text, re.M)
     assert found, name
@@ -358,7 +362,7 @@ URL = f"data:image/jpeg;base64,{BASE64}"
 
 @pytest.fixture(scope="module")
 def clip(demo: HttpServer) -> str:
-    """Hash of the latents of a clip with the fields `OURS`, requested at /v1/videos."""
+    """Hash of the latents of a clip that was requested at /v1/videos with the fields `OURS`."""
     (id,) = demo.add(**OURS)
     demo.wait_for(id, "completed")
     return latents_of(demo, id)
@@ -411,8 +415,8 @@ def test_the_log_names_the_video_and_no_poll(demo: HttpServer) -> None:
     assert "/v1/" not in demo.err
 
 
-def running(server: HttpServer) -> str:
-    """Wait until a clip is in progress, and return its id."""
+def running_clip(server: HttpServer) -> str:
+    """Wait until a clip is in progress at a server, and return the clip's id."""
     path = "/v1/videos?status=in_progress"
     wait(lambda: server.client.get(path).json()["data"])
     return str(server.client.get(path).json()["first_id"])
@@ -423,9 +427,9 @@ def test_a_client_that_goes_away_is_not_waited_for(server: HttpServer) -> None:
     head = f"POST {SYNC} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     with server.connected() as connection:
         connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        wait(lambda: value_of(server, "svdpp_event_streams") == 1)
-        id = running(server)
-    wait(lambda: value_of(server, "svdpp_event_streams") == 0)
+        wait(lambda: metric_sum(server, "svdpp_event_streams") == 1)
+        id = running_clip(server)
+    wait(lambda: metric_sum(server, "svdpp_event_streams") == 0)
     assert server.video(id)["status"] in ("in_progress", "completed")
     server.client.delete(f"/v1/videos/{id}")
 
@@ -434,7 +438,7 @@ def test_a_clip_that_is_cancelled_ends_the_wait(server: HttpServer) -> None:
     body = {"input_reference": BASE64, "steps": 1000}
     with ThreadPoolExecutor() as threads:
         answer = threads.submit(server.client.post, SYNC, json=body)
-        server.client.post(f"/v1/videos/{running(server)}/cancel")
+        server.client.post(f"/v1/videos/{running_clip(server)}/cancel")
     error = error_of(answer.result(), 409, "not_completed")
     assert error["message"] == "the video is cancelled, not completed"
 
@@ -473,11 +477,11 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
 
 
 def test_metrics_follow_clips(server: HttpServer) -> None:
-    before = value_of(server, "svdpp_eta_error_ratio_count")
+    before = metric_sum(server, "svdpp_eta_error_ratio_count")
     for _ in range(2):  # only the second clip has an ETA when it is requested
         server.wait_for(server.add(steps=20)[0], "completed")
-    wait(lambda: value_of(server, "svdpp_eta_error_ratio_count") > before)
-    assert value_of(server, "svdpp_jobs") == len(server.all_ids())
+    wait(lambda: metric_sum(server, "svdpp_eta_error_ratio_count") > before)
+    assert metric_sum(server, "svdpp_jobs") == len(server.all_ids())
 
 
 def test_every_answer_has_the_headers_of_security(server: HttpServer) -> None:

@@ -20,7 +20,7 @@ FORM = b"Content-Type: multipart/form-data; boundary=x\r\n"
 
 @pytest.fixture(autouse=True)
 def unharmed(server: HttpServer) -> Iterator[None]:
-    """Check after each test that there is no new clip, no new file, no restart and no log line."""
+    """Check after each test that the server has no new clip, file, restart or log line."""
     server.wait_ready()
     before = state_of(server)
     yield
@@ -41,8 +41,8 @@ def part(name: str, value: bytes, more: str = "") -> bytes:
 END = part("input_reference", b"no photograph", '; filename="a.png"') + b"--x--\r\n"
 
 
-def send(server: HttpServer, body: bytes, kind: str = "") -> httpx.Response:
-    """Send a form with the given body, and return the response."""
+def send_form(server: HttpServer, body: bytes, kind: str = "") -> httpx.Response:
+    """Send `body` as a multipart form to /v1/videos, and return the response."""
     headers = {"content-type": f"multipart/form-data; boundary=x{kind}"}
     return server.client.post("/v1/videos", content=body, headers=headers)
 
@@ -56,7 +56,7 @@ def test_no_codec_but_utf_8(server: HttpServer, charset: str) -> None:
     minutes.
     """
     body = part("prompt", b"a" * 500_000 + b"-" + b"a" * 500_000) + END
-    error_of(send(server, body, f"; charset={charset}"), 415, "unsupported_charset")
+    error_of(send_form(server, body, f"; charset={charset}"), 415, "unsupported_charset")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_no_codec_but_utf_8(server: HttpServer, charset: str) -> None:
     ids=["field", "fields", "headers", "digits", "twice", "text"],
 )
 def test_forms_beyond_all_limits(server: HttpServer, body: bytes, status: int) -> None:
-    answer = send(server, body)
+    answer = send_form(server, body)
     assert answer.status_code == status, answer.text[:300]
     assert len(answer.text) < 5000
 
@@ -85,7 +85,7 @@ def test_deep_json(server: HttpServer) -> None:
         message = error_of(answer, 400, "invalid_json")["message"]
         assert message.startswith("the body must be a JSON object, or a form")
     field = part("image_reference", b'{"image_url":' * 30_000) + b"--x--\r\n"
-    error_of(send(server, field), 422, "invalid_request")
+    error_of(send_form(server, field), 422, "invalid_request")
     path = "/v1/videos/video_0/verify"
     error_of(server.client.post(path, content=deep, headers=kind), 404, "video_not_found")
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -121,7 +121,7 @@ def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
         for connection in waiting:
             connection.sendall(HEAD + FORM + b"Content-Length: 5000\r\n\r\n--x\r\n")
         assert select.select(waiting, [], [], HANG_SECONDS)[0], "none is refused"
-        answer = send(server, END)
+        answer = send_form(server, END)
         error_of(answer, 503, "too_many_uploads")
         assert int(answer.headers["retry-after"]) > 0
         assert server.client.get("/v1/videos").status_code == 200

@@ -29,8 +29,8 @@ def new_batch(id: str = "batch_1", total: int = 2, **values: Any) -> Batch:
     return Batch(id=id, total=total, **{**about, **values})
 
 
-def lines(batch: Batch, number: int) -> list[Job]:
-    """Return jobs for the next `number` lines of a batch."""
+def line_jobs(batch: Batch, number: int) -> list[Job]:
+    """Return new jobs for the next `number` lines of a batch, without storing them."""
     return [
         new_job(
             owner=batch.owner,
@@ -43,10 +43,10 @@ def lines(batch: Batch, number: int) -> list[Job]:
     ]
 
 
-def stored(table: BatchTable, **values: Any) -> tuple[Batch, list[Job]]:
-    """Add a batch, and jobs for all its lines; return both."""
+def store_batch(table: BatchTable, **values: Any) -> tuple[Batch, list[Job]]:
+    """Store a batch, and jobs for all its lines; return both."""
     batch = table.add(new_batch(**values), max_open=1000, max_open_of_owner=None)
-    jobs = lines(batch, batch.total)
+    jobs = line_jobs(batch, batch.total)
     assert table.add_lines(batch, jobs)
     return batch, jobs
 
@@ -65,15 +65,15 @@ def test_a_batch_from_request_to_its_last_clip(table: BatchTable, each_store: Jo
     assert table.validating("m") == [batch]
     assert table.validating("of others") == []
     assert status(table) == "validating"
-    jobs = lines(batch, 2)
+    jobs = line_jobs(batch, 2)
     assert table.add_lines(batch, jobs)
-    assert not table.add_lines(batch, lines(batch, 2)), "the same lines, by another server"
+    assert not table.add_lines(batch, line_jobs(batch, 2)), "the same lines, by another server"
     batch = replace(batch, stored=2)
     assert table.validating("m") == [batch]
     assert status(table) == "validating"
     with pytest.raises(OutputError, match="took too long to store"):
-        table.add_lines(batch, lines(batch, 1), until=0.0)
-    jobs += lines(batch, 1)
+        table.add_lines(batch, line_jobs(batch, 1), until=0.0)
+    jobs += line_jobs(batch, 1)
     assert table.add_lines(batch, jobs[2:])
     assert table.validating("m") == []
     assert (status(table), table.num_open()) == ("in_progress", 3)
@@ -103,7 +103,7 @@ def test_a_batch_from_request_to_its_last_clip(table: BatchTable, each_store: Jo
 def test_a_long_batch_delays_another_key_by_one_clip(
     table: BatchTable, each_store: JobQueue
 ) -> None:
-    _, jobs = stored(table, total=50, owner="alice")
+    _, jobs = store_batch(table, total=50, owner="alice")
     assert taken(each_store).id == jobs[0].id
     bobs = add(each_store, owner="bob", created_at=2000.0)
     assert taken(each_store).id == bobs
@@ -111,7 +111,7 @@ def test_a_long_batch_delays_another_key_by_one_clip(
 
 
 def test_lines_fill_the_queue_for_nobody(table: BatchTable, each_store: JobQueue) -> None:
-    stored(table, total=5, owner="alice")
+    store_batch(table, total=5, owner="alice")
     assert each_store.num_open() == 0
     each_store.add(new_job(owner="bob"), max_open=1)
     assert each_store.num_open() == 1
@@ -125,7 +125,7 @@ def test_lines_fill_the_queue_for_nobody(table: BatchTable, each_store: JobQueue
 
 
 def test_a_batch_beyond_a_limit_is_refused_whole(table: BatchTable) -> None:
-    stored(table, total=2, owner="alice")
+    store_batch(table, total=2, owner="alice")
     table.add(new_batch("batch_2", 2, owner="alice"), max_open=4, max_open_of_owner=None)
     third = new_batch("batch_3", 1, owner="alice")
     with pytest.raises(QueueFullError) as full:
@@ -153,12 +153,12 @@ def test_an_idempotency_key_stands_for_one_batch(table: BatchTable) -> None:
 def test_a_cancelled_batch_stores_no_further_line(table: BatchTable, each_store: JobQueue) -> None:
     queue = each_store
     batch = table.add(new_batch(total=4), 9, None)
-    jobs = lines(batch, 3)
+    jobs = line_jobs(batch, 3)
     assert table.add_lines(batch, jobs)
     running = taken(queue)
     assert table.request_cancel(batch.id)
     assert not table.request_cancel(batch.id)
-    assert not table.add_lines(replace(batch, stored=3), lines(replace(batch, stored=3), 1))
+    assert not table.add_lines(replace(batch, stored=3), line_jobs(replace(batch, stored=3), 1))
     assert table.half_cancelled() == [batch.id]
     assert sorted(table.cancel_waiting(batch.id)) == sorted(job.id for job in jobs[1:])
     assert table.cancel_waiting(batch.id) == table.half_cancelled() == []
@@ -168,7 +168,7 @@ def test_a_cancelled_batch_stores_no_further_line(table: BatchTable, each_store:
 
 
 def test_what_has_ended_is_not_cancelled(table: BatchTable, each_store: JobQueue) -> None:
-    batch, (job,) = stored(table, total=1)
+    batch, (job,) = store_batch(table, total=1)
     each_store.complete(job.id, {}, taken(each_store).fencing_token)
     assert not table.request_cancel(batch.id)
     faulty = table.add(new_batch("batch_2"), 9, None)
@@ -180,7 +180,7 @@ def test_what_has_ended_is_not_cancelled(table: BatchTable, each_store: JobQueue
 
 
 def test_a_batch_goes_with_its_last_clip(table: BatchTable, each_store: JobQueue) -> None:
-    _, jobs = stored(table, total=2)
+    _, jobs = store_batch(table, total=2)
     refused, cancelled = (table.add(new_batch(id), 9, None).id for id in ("batch_2", "batch_3"))
     table.fail(refused, [{"line": 1}])
     table.request_cancel(cancelled)
@@ -227,7 +227,7 @@ def test_files_of_lines_are_kept_as_long_as_they_are_needed(
 
 def test_clips_without_a_batch_are_in_none(table: BatchTable, each_store: JobQueue) -> None:
     id = in_state(each_store, JobState.COMPLETED)
-    batch, _ = stored(table)
+    batch, _ = store_batch(table)
     assert job_of(each_store, id).batch_id is None
     assert id not in {job.id for job in table.jobs(batch.id, JobState)}
     assert table.get("batch_9") is None

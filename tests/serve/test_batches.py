@@ -23,7 +23,7 @@ LINES = {"Content-Type": "application/jsonl"}
 
 
 def picture(number: int) -> bytes:
-    """Return a small PNG file, a different one for each number."""
+    """Return the bytes of a small PNG file, different ones for each number."""
     file = io.BytesIO()
     Image.new("RGB", (64, 64), (number % 256, number // 256, 7)).save(file, "PNG")
     return file.getvalue()
@@ -35,8 +35,8 @@ def line(custom_id: str, image: bytes = PHOTO, **body: Any) -> str:
     return json.dumps(values)
 
 
-def requested(server: HttpServer, *lines: str, **headers: str) -> dict[str, Any]:
-    """Request a batch with the given lines, and return its JSON."""
+def request_batch(server: HttpServer, *lines: str, **headers: str) -> dict[str, Any]:
+    """Request a batch with the given lines from a server, and return the batch's JSON."""
     content = "\n".join(lines)
     answer = server.client.post("/v1/batches", content=content, headers={**LINES, **headers})
     assert answer.status_code == 200, answer.text
@@ -44,8 +44,8 @@ def requested(server: HttpServer, *lines: str, **headers: str) -> dict[str, Any]
     return batch
 
 
-def ended(server: HttpServer, id: str) -> dict[str, Any]:
-    """Wait until a batch has ended, and return its JSON."""
+def wait_ended(server: HttpServer, id: str) -> dict[str, Any]:
+    """Wait until a batch of a server has ended, and return the batch's JSON."""
     found: dict[str, Any] = {}
 
     def has_ended() -> bool:
@@ -80,7 +80,7 @@ def test_a_batch_as_clients_of_openai_send_it(server: HttpServer) -> None:
     batch = answer.json()
     assert batch["status"] == "validating"
     assert batch["input_file_id"] == file["id"]
-    done = ended(server, batch["id"])
+    done = wait_ended(server, batch["id"])
     assert (done["status"], done["metadata"]) == ("completed", {"day": "Monday"})
     assert done["request_counts"] == {"total": 2, "completed": 2, "failed": 0}
     assert done["created_at"] <= done["in_progress_at"] <= done["completed_at"]
@@ -105,18 +105,18 @@ def test_a_batch_as_clients_of_openai_send_it(server: HttpServer) -> None:
 
 def test_the_same_lines_are_one_batch(server: HttpServer) -> None:
     lines = [line("a"), line("b")]
-    first, again = (requested(server, *lines, **{"Idempotency-Key": "k"}) for _ in range(2))
+    first, again = (request_batch(server, *lines, **{"Idempotency-Key": "k"}) for _ in range(2))
     assert first["id"] == again["id"]
     # Seeds that the server draws differ between the lines.
-    done = ended(server, first["id"])
+    done = wait_ended(server, first["id"])
     seeds = {each["response"]["body"]["seed"] for each in results(server, done["output_file_id"])}
     assert len(seeds) == 2
-    assert requested(server, *lines, **{"Idempotency-Key": "k"}) == done
+    assert request_batch(server, *lines, **{"Idempotency-Key": "k"}) == done
     headers = {**LINES, "Idempotency-Key": "k"}
     other = server.client.post("/v1/batches", content=line("c"), headers=headers)
     assert "another file of lines" in error_of(other, 422, "invalid_request")["message"]
     for batch in server.client.get("/v1/batches").json()["data"]:
-        ended(server, batch["id"])
+        wait_ended(server, batch["id"])
     assert server.client.get(f"/v1/files/{first['input_file_id']}").status_code == 404
 
 
@@ -187,7 +187,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_sent(server: HttpServe
 
 def test_an_image_that_cannot_be_read_fails_the_batch(server: HttpServer) -> None:
     lines = [line("a"), line("b", b"no image"), line("c", picture(1)[:60])]
-    batch = ended(server, requested(server, *lines)["id"])
+    batch = wait_ended(server, request_batch(server, *lines)["id"])
     assert batch["status"] == "failed"
     faults = [(each["line"], each["param"], each["code"]) for each in batch["errors"]["data"]]
     assert faults == [(number, "input_reference", "invalid_image") for number in (2, 3)]
@@ -198,12 +198,12 @@ def test_an_image_that_cannot_be_read_fails_the_batch(server: HttpServer) -> Non
 
 def test_a_cancelled_batch_keeps_what_is_finished(server: HttpServer) -> None:
     lines = [line("quick", steps=1), *(line(f"{number}", steps=500) for number in range(20))]
-    id = requested(server, *lines)["id"]
+    id = request_batch(server, *lines)["id"]
     counts = lambda: server.client.get(f"/v1/batches/{id}").json()["request_counts"]  # noqa: E731
     wait(lambda: counts()["completed"] == 1, lambda: server.err)
     answer = server.client.post(f"/v1/batches/{id}/cancel")
     assert answer.json()["status"] in ("cancelling", "cancelled")
-    batch = ended(server, id)
+    batch = wait_ended(server, id)
     assert batch["request_counts"] == {"total": 21, "completed": 1, "failed": 20}
     assert [each["custom_id"] for each in results(server, batch["output_file_id"])] == ["quick"]
     (error, *others) = results(server, batch["error_file_id"])
@@ -219,7 +219,7 @@ def test_a_key_sees_its_own_batches_and_has_its_turn(tmp_path: Path) -> None:
     options = (*QUICK, "--max-queue", "1", "--api-key-file", str(tmp_path / "keys"))
     with ServerHere(tmp_path / "data", *options, key=alice) as server:
         server.wait_ready()
-        batch = requested(server, *(line(f"{number}", steps=40) for number in range(50)))
+        batch = request_batch(server, *(line(f"{number}", steps=40) for number in range(50)))
         too_many = [line(f"{number}") for number in range(11)]
         send = {"content": "\n".join(too_many), "headers": LINES}
         full = error_of(server.client.post("/v1/batches", **send), 429, "queue_full")
@@ -256,7 +256,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
     folder, number = tmp_path / "data", 16
     with HttpServer(folder, *QUICK) as server:
         lines = [line(f"{index}", picture(index), seed=index, steps=1) for index in range(number)]
-        batch = requested(server, *lines)
+        batch = request_batch(server, *lines)
         assert batch["status"] == "validating"
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *QUICK) as server:
@@ -265,7 +265,7 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
         wait(lambda: counts()["completed"] > 1, lambda: server.err)
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *QUICK) as server:
-        done = ended(server, batch["id"])
+        done = wait_ended(server, batch["id"])
         assert done["request_counts"] == {"total": number, "completed": number, "failed": 0}
         found = results(server, done["output_file_id"])
         seeds = [(each["custom_id"], each["response"]["body"]["seed"]) for each in found]
@@ -278,9 +278,9 @@ def test_a_batch_outlives_its_server(tmp_path: Path) -> None:
 def test_another_server_of_the_fleet_goes_on_with_a_batch(start: Callable[..., HttpServer]) -> None:
     first, other = start(*QUICK, "--lease", "2"), start(*QUICK, "--lease", "2")
     lines = [line(f"{index}", picture(index), steps=1) for index in range(8)]
-    batch = requested(first, *lines)
+    batch = request_batch(first, *lines)
     first.stop(signal.SIGKILL)
-    done = ended(other, batch["id"])
+    done = wait_ended(other, batch["id"])
     assert done["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     found = results(other, done["output_file_id"])
     assert [each["custom_id"] for each in found] == [f"{index}" for index in range(8)]

@@ -29,7 +29,7 @@ _FAKETIME = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
 
 @contextlib.contextmanager
 def clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    """Set the machine's clock ahead by `seconds` during the block, or back if negative."""
+    """Set this process's clock ahead by `seconds` during the block, or back if negative."""
     now = time.time
     with monkeypatch.context() as patch:
         patch.setattr(time, "time", lambda: now() + seconds)
@@ -136,7 +136,7 @@ def test_a_server_that_starts_with_a_wrong_clock_keeps_its_clips(
 
 @contextlib.contextmanager
 def unmounted(folder: Path) -> Iterator[None]:
-    """Replace a folder by an empty one during the block, as if its disk were not mounted."""
+    """Swap a folder for an empty one during the block, as if the folder's disk were not mounted."""
     away = folder.with_name("away")
     folder.rename(away)
     folder.mkdir()

@@ -23,13 +23,13 @@ _SECRETS = ("pa55", "w0rd")
 
 @pytest.fixture
 def queue(tmp_path: Path, database: str) -> Iterator[JobQueue]:
-    """Queue in PostgreSQL."""
+    """Job queue in a PostgreSQL database."""
     with contextlib.closing(JobQueue(tmp_path / "data", url=database)) as queue:
         yield queue
 
 
 def _set_read_only(postgres: Postgres, database: str, mode: str) -> None:
-    """Make new sessions of a database read-only ("on") or not ("off")."""
+    """Make new sessions of a PostgreSQL database read-only ("on") or writable ("off")."""
     name = database.rpartition("/")[2]
     postgres.execute(f"ALTER DATABASE {name} SET default_transaction_read_only = {mode}")
 

@@ -78,8 +78,8 @@ def test_a_clip_that_is_larger_than_the_memory(monkeypatch: pytest.MonkeyPatch) 
     gate.check(large)
 
 
-def served(folder: Path, world_size: int = 2) -> Service:
-    """Return the service of a server of the dummy model that is not started."""
+def unstarted_service(folder: Path, world_size: int = 2) -> Service:
+    """Return the `Service` of a dummy model's server that is not started, so it has no ranks."""
     config = dummy_config(world_size)
     settings = ServerSettings(config=config, folder=folder, sizes=((64, 64),), max_open=9)
     return build(settings, None)[1]
@@ -99,14 +99,14 @@ def test_what_is_held_says_why(tmp_path: Path) -> None:
         newer: "its model is dummy, and this server runs other weights of it",
         odd: None,
     }
-    service = served(tmp_path)
+    service = unstarted_service(tmp_path)
     with closing(service.queue) as queue:
         assert {id: service.video(job_of(queue, id)).held for id in why} == why
-    service = served(tmp_path, world_size=4)
+    service = unstarted_service(tmp_path, world_size=4)
     with closing(service.queue) as queue:
         assert "6" in (service.video(job_of(queue, odd)).held or "")
         assert odd not in take_all(queue)
-    with closing(served(tmp_path).queue) as queue:
+    with closing(unstarted_service(tmp_path).queue) as queue:
         assert odd in take_all(queue)
 
 
@@ -126,8 +126,10 @@ def test_held_jobs_take_no_place_and_can_be_cancelled(store: JobQueue) -> None:
 HALF = replace(SAMPLING, width=SAMPLING.width // 2)
 
 
-def _clip(index: int, steps_done: int | None, passed: float = 0.0, **values: Any) -> RunningClip:
-    """Return a clip that the ranks have. `steps_done` is None if no rank has begun it.
+def _running_clip(
+    index: int, steps_done: int | None, passed: float = 0.0, **values: Any
+) -> RunningClip:
+    """Return a `RunningClip`. `steps_done` is None if no rank has begun the clip.
 
     `passed` is the number of seconds since the clip's last event.
     """
@@ -237,7 +239,7 @@ def test_the_etas_follow_ranks_that_become_slower_within_few_clips(
 def test_of_a_clip_at_work_its_rest_counts_until_its_next_event(
     estimates: Callable[..., EtaEstimator], steps_done: int, passed: float, left: float
 ) -> None:
-    clip = _clip(1, steps_done, passed)
+    clip = _running_clip(1, steps_done, passed)
     found = estimates(clip).estimate_all()[clip.job.id]
     assert found.queue_position is None
     assert found.eta_seconds == pytest.approx(left)
@@ -246,7 +248,7 @@ def test_of_a_clip_at_work_its_rest_counts_until_its_next_event(
 def test_the_next_clip_begins_once_the_first_rank_is_free(
     store: JobQueue, estimates: Callable[..., EtaEstimator]
 ) -> None:
-    begun, following = _clip(0, 1), _clip(1, None)
+    begun, following = _running_clip(0, 1), _running_clip(1, None)
     waiting = store.add(dummy_job(2, sampling=HALF), max_open=None)
     found = estimates(begun, following, ranks=4).estimate_all()
     free = WHOLE / 4 - 1 - 2
@@ -263,7 +265,7 @@ def test_others_go_before_a_large_image(
     large = store.claim()
     assert large is not None
     prepared_at = time.monotonic() + 100
-    preparing = replace(_clip(0, None), job=large, prepared_at=prepared_at)
+    preparing = replace(_running_clip(0, None), job=large, prepared_at=prepared_at)
     found = estimates(preparing=preparing).estimate_all()
     assert [found[job.id].queue_position for job in jobs] == [2, 0, 1, 3]
     etas = [found[job.id].eta_seconds for job in jobs]
@@ -285,8 +287,8 @@ def test_before_a_step_is_measured_there_are_places_alone(
 # --- metrics --------------------------------------------------------------------------------------
 
 
-class Scraped:
-    """Metrics of a server, read as Prometheus would; the queue and the engine are stand-ins."""
+class ScrapedMetrics:
+    """Prometheus metrics of a service whose queue and engine are stand-ins."""
 
     def __init__(self) -> None:
         self.jobs = dict.fromkeys(JobState, 0)
@@ -310,7 +312,7 @@ class Scraped:
 
 
 def test_the_queue_is_read_at_each_scrape() -> None:
-    server = Scraped()
+    server = ScrapedMetrics()
     assert server.value("svdpp_queue_age_seconds") == 0
     server.jobs[JobState.QUEUED] = 7
     server.oldest = time.time() - 60
@@ -322,7 +324,7 @@ def test_the_queue_is_read_at_each_scrape() -> None:
 
 
 def test_events_of_the_ranks_are_counted() -> None:
-    server = Scraped()
+    server = ScrapedMetrics()
     observe = server.metrics
     observe(1, Joined(device="cpu", load_seconds=1))
     for step in range(3):
@@ -339,7 +341,7 @@ def test_events_of_the_ranks_are_counted() -> None:
 
 
 def test_the_last_sample_of_each_rank_is_shown() -> None:
-    server = Scraped()
+    server = ScrapedMetrics()
     observe = server.metrics
     first = RankStats(sent_bytes=70, received_bytes=5, resident_bytes=300)
     observe(0, first)
@@ -359,7 +361,7 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
 
     A verification that finds a difference sets the metric `svdpp_verification_mismatch`.
     """
-    server = Scraped()
+    server = ScrapedMetrics()
     assert server.metrics.eta_error() == {"clips": 0, "median": None}
     for actual in (100.0, 110.0, 150.0):
         done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)

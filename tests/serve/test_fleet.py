@@ -47,7 +47,7 @@ def _servers(server: HttpServer) -> list[dict[str, Any]]:
 
 
 def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
-    """Wait until clips are completed, and compare their latents with those of a plain loop.
+    """Wait until a server has completed clips, and compare their latents with a plain loop's.
 
     `ids` has the seed of each clip.
     """
@@ -57,8 +57,8 @@ def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
         assert [metadata["latents_sha256"]] == plain_hashes(server.video(id)["steps"], seed)
 
 
-def _begun_by(pair: Pair, **form: Any) -> tuple[HttpServer, HttpServer, str]:
-    """Request a clip. Return the server that makes it, the other server, and the clip's id.
+def _begin_one_clip(pair: Pair, **form: Any) -> tuple[HttpServer, HttpServer, str]:
+    """Request a clip from a pair of servers; return its maker, the other server, and the clip's id.
 
     The clip has finished at least one step.
     """
@@ -105,7 +105,7 @@ def _share_the_work(first: HttpServer, second: HttpServer) -> None:
 
 
 def _a_clip_is_cancelled_at_any_server(pair: Pair) -> None:
-    maker, other, id = _begun_by(pair, steps=1000)
+    maker, other, id = _begin_one_clip(pair, steps=1000)
     assert other.video(id)["status"] == "in_progress"
     answer = other.client.post(f"/v1/videos/{id}/cancel").json()
     assert answer["cancel_requested"] or answer["status"] == "cancelled", answer
@@ -116,7 +116,7 @@ def _a_clip_is_cancelled_at_any_server(pair: Pair) -> None:
 
 def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
     """Clips in progress survive an outage of the database. New requests get status 503."""
-    maker, other, begun = _begun_by(pair, seed=8, steps=300)
+    maker, other, begun = _begin_one_clip(pair, seed=8, steps=300)
     ids = {begun: 8, maker.add(seed=9)[0]: 9}
     with maker.events(begun) as events:
         next(events)
@@ -166,7 +166,7 @@ def _an_upload_that_the_database_interrupts_is_answered(
 
 def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
     """A server that shuts down requeues its clip at once, before the lease expires."""
-    leaving, other, id = _begun_by(pair, seed=6, steps=300)
+    leaving, other, id = _begin_one_clip(pair, seed=6, steps=300)
     assert leaving.stop() == 0
     wait_made(other, {id: 6})
     assert f"{id} is queued: its server did not renew" not in other.err
@@ -175,7 +175,7 @@ def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Data folder. Check after the test that its servers left no process and no temporary file."""
+    """Data folder of servers. After the test, check that they left no process or temporary file."""
     temporary, data = tmp_path / "t", tmp_path / "data"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -189,15 +189,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     assert found == {"lock", "queue.sqlite3", RESERVE_FILE, *photos}
 
 
-def _requested(server: HttpServer, request: str) -> list[str]:
-    """Request three clips with idempotency keys, and return their ids."""
+def _request_three(server: HttpServer, request: str) -> list[str]:
+    """Request three clips from a server with idempotency keys, and return the clips' ids."""
     return [server.add(seed=seed, steps=40, key=f"{request}{seed}")[0] for seed in _SEEDS]
 
 
-def _begun(server: HttpServer, request: str) -> list[str]:
-    """Request three clips, wait until the first one has begun, and return their ids."""
+def _begin_first(server: HttpServer, request: str) -> list[str]:
+    """Request three clips from a server, wait until the first one begins, and return their ids."""
     server.wait_ready()
-    ids = _requested(server, request)
+    ids = _request_three(server, request)
     wait(lambda: server.video(ids[0])["step"] > 0)
     return ids
 
@@ -210,12 +210,12 @@ def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path)
     The server is killed once more while one of its ranks is stopped.
     """
     with HttpServer(folder, *QUICK) as server:
-        first = _begun(server, "first")
+        first = _begin_first(server, "first")
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *QUICK) as server:
-        assert _requested(server, "first") == first  # the client repeats its requests
+        assert _request_three(server, "first") == first  # the client repeats its requests
         wait_made(server, dict(zip(first, _SEEDS, strict=True)))
-        second = _begun(server, "second")
+        second = _begin_first(server, "second")
         ranks, fork_server = ranks_of(server.process.pid), fork_server_of(server.process.pid)
         assert fork_server is not None
         os.kill(fork_server, signal.SIGKILL)
@@ -223,7 +223,7 @@ def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path)
         wait_made(server, dict(zip(second, _SEEDS, strict=True)))
         assert server.client.get("/health").json()["restarts"] >= 1
         assert fork_server_of(server.process.pid) not in (None, fork_server)
-        last = _begun(server, "last")
+        last = _begin_first(server, "last")
         os.kill(ranks_of(server.process.pid)[0], signal.SIGSTOP)
         server.stop(signal.SIGKILL)
     with HttpServer(folder, *QUICK) as server:
@@ -233,9 +233,9 @@ def test_a_server_its_ranks_and_its_fork_server_are_killed_in_turn(folder: Path)
 
 @pytest.fixture
 def lapsed(tmp_path: Path, database: str) -> Iterator[tuple[Serving, JobQueue, str]]:
-    """Server with a clip at step 2, another queue that has requeued this clip, and the clip's id.
+    """Server whose lease on a clip has expired, the queue that requeued it, and the clip's id.
 
-    The server's lease on the clip expired, but the server does not know this yet.
+    The server is at the clip's step 2, and does not know yet that its lease has expired.
     """
     with (
         serving(tmp_path, demo_config(), url=database, stop=(1, 0, 2)) as own,

@@ -176,7 +176,7 @@ def test_clips_with_loras_that_requests_name_are_made_and_proven(
 
 @contextmanager
 def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Iterator[list[Service]]:
-    """Yield two services of a fleet without threads and ranks. Only the first one has LoRAs."""
+    """Yield two `Service`s of a fleet, without threads or ranks. Only the first one has LoRAs."""
     sampling = WanSampling(num_inference_steps=4, height=32, width=32, num_frames=5)
     with ExitStack() as opened:
         services = []

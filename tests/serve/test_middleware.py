@@ -37,14 +37,14 @@ FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Read the request's body; respond with the owner's name and the number of bytes."""
+    """Respond to a request with its owner's name and its number of bytes, as a stand-in app."""
     request = Request(scope, receive)
     answer = JSONResponse([request.state.owner.name, len(await request.body())])
     await answer(scope, receive, send)
 
 
-class Asked:
-    """Client of an app behind `AuthMiddleware`. `requests` has what the middleware counted."""
+class AuthClient:
+    """HTTP client of an app behind `AuthMiddleware`, with the requests that the metrics counted."""
 
     def __init__(self, owner_of: Any = None, app: ASGIApp = echo) -> None:
         self.requests: list[tuple[str, str, int]] = []
@@ -64,7 +64,7 @@ KEYS = {"s3cret": Owner("alice"), "other": Owner("bob", max_open=3)}
 
 
 def test_a_key_names_the_owner() -> None:
-    asked = Asked(KEYS.get)
+    asked = AuthClient(KEYS.get)
     key = {"Authorization": "Bearer s3cret"}
 
     assert asked.get("/v1/videos", key).json() == ["alice", 0]
@@ -78,7 +78,7 @@ def test_a_key_names_the_owner() -> None:
     [(None, "is needed"), ("Bearer wrong", "unknown"), ("Basic s3cret", ""), ("Bearer", "needed")],
 )
 def test_without_a_key_nothing_is_served(header: str | None, words: str) -> None:
-    asked = Asked(KEYS.get)
+    asked = AuthClient(KEYS.get)
     headers = {} if header is None else {"Authorization": header}
     for path in ("/v1/videos", "/v1/engine", "/metrics", "/v1/models"):
         answer = asked.get(path, headers)
@@ -96,7 +96,7 @@ def test_a_wrong_key_is_refused_before_the_body_is_read() -> None:
             assert part, "the body is read"
             yield part
 
-    asked = Asked(KEYS.get)
+    asked = AuthClient(KEYS.get)
     for key, status in (("s3cret", 500), ("wrong", 401)):
         headers = {**FORM, "Authorization": f"Bearer {key}"}
         answer = asked.request("POST", "/v1/videos", content=never(), headers=headers)
@@ -119,7 +119,7 @@ def test_the_uploads_of_one_key_leave_places_for_others(monkeypatch: pytest.Monk
             await gate.wait()
         await echo(scope, receive, send)
 
-    asked = Asked(KEYS.get, waits)
+    asked = AuthClient(KEYS.get, waits)
 
     def post(key: str, path: str = "/v1/videos") -> Awaitable[httpx.Response]:
         headers = {**FORM, "Authorization": f"Bearer {key}"}
@@ -146,7 +146,7 @@ def test_an_error_in_a_route_is_answered() -> None:
     def broken() -> None:
         raise KeyError("secret detail")
 
-    answer = Asked(app=app).get("/v1/videos")
+    answer = AuthClient(app=app).get("/v1/videos")
     error_of(answer, 500, "internal_error")
     assert "secret" not in answer.text
 
@@ -165,14 +165,14 @@ def test_without_keys_only_names_of_this_machine_are_served(
     for host in hosts:
         for method, path in (("GET", "/v1/videos"), ("POST", "/v1/videos"), ("GET", "/")):
             for headers in ({"Host": host}, {"Host": host, "Origin": f"http://{host}"}):
-                answer = Asked().request(method, path, headers={**FORM, **headers})
+                answer = AuthClient().request(method, path, headers={**FORM, **headers})
                 assert answer.status_code == expected
                 assert expected == 200 or answer.json()["error"]["code"] == "wrong_host"
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "null"])
 def test_without_keys_pages_of_other_hosts_are_refused(origin: str) -> None:
-    answer = Asked().get("/v1/videos", {"Origin": origin})
+    answer = AuthClient().get("/v1/videos", {"Origin": origin})
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "wrong_origin")
 
 
@@ -181,7 +181,7 @@ def test_routes_have_few_names() -> None:
 
     Otherwise a client could create any number of metric series with invented paths.
     """
-    asked = Asked()
+    asked = AuthClient()
     for number in range(20):
         asked.request(f"MADE{number}", f"/made/up/{number}")
     assert set(asked.requests) == {("other", "other", 200)}

@@ -38,7 +38,7 @@ class Page:
         self.url = url
 
     def open(self) -> None:
-        """Load the page, after clearing what an earlier test left in the browser."""
+        """Load the web page, after clearing what an earlier test left in the browser."""
         self.driver.get(self.url)
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         self.driver.execute_script("sessionStorage.clear(); localStorage.clear()")
@@ -74,11 +74,11 @@ class Page:
         self.wait(lambda: len(self.all(".photo")) == before + len(files))
 
     def press(self, *keys: str) -> None:
-        """Send keys to the element that has the focus."""
+        """Press keys in the browser, in the element that has the focus."""
         self.driver.switch_to.active_element.send_keys(*keys)
 
     def focused(self) -> str:
-        """Return the id, name, label or text of the element that has the focus."""
+        """Return the id, name, label or text of the web page's element that has the focus."""
         name: str = self.run(
             "const a = document.activeElement;"
             "return a.id || a.name || a.getAttribute('aria-label') || a.textContent"
@@ -100,7 +100,7 @@ class Page:
     def wait_text(self, selector: str, part: str) -> None:
         self.wait(lambda: part in self.text(selector))
 
-    def complaints(self) -> list[str]:
+    def console_errors(self) -> list[str]:
         """Return the messages on the browser's console, except failed requests."""
         lines = [entry["message"] for entry in self.driver.get_log("browser")]
         return [line for line in lines if "Failed to load resource" not in line]
@@ -142,7 +142,7 @@ def opened(driver: Any, server: HttpServer) -> Iterator[Page]:
     page.open()
     page.wait_text("#state", "Ready")
     yield page
-    assert page.complaints() == []
+    assert page.console_errors() == []
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def clips(server: HttpServer) -> None:
     ids += server.add(max(0, 2 - len(ids)), name="sea.jpg")
     for id in ids:
         server.wait_for(id, "completed")
-        write_file(server, id)
+        write_clip_file(server, id)
 
 
 def _remove_all(server: HttpServer, status: str = "cancelled") -> None:
@@ -161,8 +161,8 @@ def _remove_all(server: HttpServer, status: str = "cancelled") -> None:
         server.client.delete(f"/v1/videos/{video['id']}")
 
 
-def write_file(server: HttpServer, id: str) -> None:
-    """Write an mp4 file for a clip, because the dummy model writes none."""
+def write_clip_file(server: HttpServer, id: str) -> None:
+    """Write an mp4 file for a server's clip, because the dummy model writes none."""
     path = server.folder / "clips" / f"{id}.mp4"
     if not path.exists():
         frames = np.random.default_rng(0).integers(0, 256, (14, 36, 64, 3), np.uint8)
@@ -520,7 +520,7 @@ def test_the_page_asks_for_a_key_and_uses_it(
 ) -> None:
     (id,) = keyed.add()
     keyed.wait_for(id, "completed")
-    write_file(keyed, id)
+    write_clip_file(keyed, id)
     page = Page(driver, keyed.url)
     page.open()
     page.one("#lock")
@@ -544,4 +544,4 @@ def test_the_page_asks_for_a_key_and_uses_it(
     with zipfile.ZipFile(next(tmp_path.glob("clips-*.zip"))) as archive:
         assert "sea-seed" in archive.namelist()[0]
     assert page.run("return Object.keys(localStorage)") == ["svdpp-theme"]
-    assert page.complaints() == []
+    assert page.console_errors() == []

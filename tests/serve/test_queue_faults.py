@@ -79,8 +79,8 @@ SIZE = "size=64m"
 
 
 @contextlib.contextmanager
-def full(disk: Path) -> Iterator[None]:
-    """Fill a disk completely during the block, as another program could."""
+def full_disk(disk: Path) -> Iterator[None]:
+    """Keep a disk completely full during the block, as another program could."""
     with contextlib.suppress(OSError), (disk / "ballast").open("ab", buffering=0) as ballast:
         while ballast.write(bytes(4096)):
             pass
@@ -93,7 +93,7 @@ def full(disk: Path) -> Iterator[None]:
 @pytest.mark.slow
 def test_clips_wait_for_space(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", SIZE) as disk, serving(disk / "data", dummy_config()) as own:
-        with full(disk):
+        with full_disk(disk):
             own.wait(lambda: own.engine.dispatcher.unavailable_reason, "the disk is not looked at")
             ids = own.add(1, 2)
             own.wait(lambda: own.store.waiting(), "the queue is not read")
@@ -111,7 +111,7 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
             done = server.add(3)
             server.wait_for(done[-1], "completed")
             running, *waiting = server.add(4, steps=1000)
-            with full(disk):
+            with full_disk(disk):
                 assert server.client.get("/health").status_code == 200
                 answer = server.client.get("/ready")
                 assert answer.status_code == 503

@@ -29,22 +29,22 @@ FILES = ("clips/{id}.mp4", "photos/{id}.png", "clips/{id}.mp4.json")
 
 @pytest.fixture
 def folder(tmp_path: Path, store: JobQueue) -> Path:  # noqa: ARG001 (it creates the folder)
-    """Data folder of the queue `store`, with its subfolders."""
+    """Data folder of the job queue `store`, with its subfolders."""
     for name in ("photos", "clips", "latents"):
         (tmp_path / "data" / name).mkdir()
     return tmp_path / "data"
 
 
 def put_files(folder: Path, id: str, num_bytes: int = 100, hours: float = 0.0) -> None:
-    """Write the files of a job, with times that are `hours` ago."""
+    """Write the files of a job in a data folder, with modification times `hours` ago."""
     for name in FILES:
         path = folder / name.format(id=id)
         path.write_bytes(bytes(num_bytes // 4 * (1 + (name == FILES[0]))))
         os.utime(path, times=(time.time() - 3600 * hours,) * 2)
 
 
-def finished(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
-    """Add a completed job with files; return its id. `at` is the time when it ended."""
+def add_completed(store: JobQueue, folder: Path, at: float, num_bytes: int = 100) -> str:
+    """Add a job that was completed at the time `at`, with its files; return its id."""
     id = in_state(store, JobState.COMPLETED, created_at=at)
     put_files(folder, id, num_bytes)
     with store.backend.transaction() as connection:
@@ -62,7 +62,7 @@ def ids(store: JobQueue) -> set[str]:
 
 
 def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
-    first, second, third = (finished(store, folder, at) for at in (300.0, 100.0, 200.0))
+    first, second, third = (add_completed(store, folder, at) for at in (300.0, 100.0, 200.0))
     assert enforce_retention(store, 250.0, None, 300) == []
     assert enforce_retention(store, 250.0, 150.0, None) == []
     assert enforce_retention(store, 250.5, 150.0, None) == [second]
@@ -74,7 +74,7 @@ def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Pa
 
 def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> None:
     failed = in_state(store, JobState.FAILED)
-    done = finished(store, folder, 1.0)
+    done = add_completed(store, folder, 1.0)
     running, waiting = add(store, created_at=0.0), add(store, created_at=1.0)
     store.claim()
     for id in (waiting, running):
@@ -86,7 +86,7 @@ def test_open_jobs_stay_however_old_and_large(store: JobQueue, folder: Path) -> 
 def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     store: JobQueue, folder: Path
 ) -> None:
-    id, other, requested = (finished(store, folder, at) for at in (1.0, 2.0, 3.0))
+    id, other, requested = (add_completed(store, folder, at) for at in (1.0, 2.0, 3.0))
     waiting = add(store)
     put_files(folder, waiting)
     for each in (other, requested):  # both wait for the verifier
@@ -103,7 +103,7 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
 
 @pytest.mark.slow
 def test_a_clip_that_is_removed_by_its_age_is_not_verified(store: JobQueue, folder: Path) -> None:
-    id = finished(store, folder, 1.0)
+    id = add_completed(store, folder, 1.0)
     verifier = Verifier(store, lambda: True, when_idle=True)
     with store.lock_clip(id):
         assert not verifier._verify(id)
@@ -116,7 +116,7 @@ def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path
 
     They exist after the queue was lost, or replaced by an older copy.
     """
-    id, waiting = finished(store, folder, 1.0), add(store)
+    id, waiting = add_completed(store, folder, 1.0), add(store)
     put_files(folder, waiting)
     newer, latest = new_id(), new_id()
     put_files(folder, newer, hours=1.1)
@@ -158,9 +158,9 @@ def test_clips_whose_rows_were_lost_with_a_part_of_the_log_are_kept_and_reported
     The copy of the SQLite file lacks its write-ahead log, so it has only the rows before the last
     checkpoint.
     """
-    before = finished(store, folder, 1.0)
+    before = add_completed(store, folder, 1.0)
     store.backend.maintain()
-    after = finished(store, folder, 2.0)
+    after = add_completed(store, folder, 2.0)
     restored = tmp_path / "restored"
     shutil.copytree(folder, restored, ignore=shutil.ignore_patterns("*-wal", "*-shm", "lock"))
     with closing(JobQueue(restored)) as queue:
@@ -174,7 +174,7 @@ def test_clips_whose_rows_were_lost_with_a_part_of_the_log_are_kept_and_reported
 
 
 def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, folder: Path) -> None:
-    id, requested = finished(store, folder, 1.0), new_id()
+    id, requested = add_completed(store, folder, 1.0), new_id()
     image = folder / "photos" / f"{requested}.png"
     upload = folder / "photos" / f".upload-{requested}-{'0' * 8}"
     part = folder / "clips" / f".svdpp-{'0' * 8}-123-{'0' * 8}.mp4"
@@ -191,10 +191,8 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
     assert {path.name.partition(".")[0] for path in folder.glob("*/*")} == {id}
 
 
-def _untouched(path: Path) -> tuple[int, ...]:
-    """Return the status of a file or folder, without the access time, which listing a folder
-    changes.
-    """
+def _status(path: Path) -> tuple[int, ...]:
+    """Return the status of a file or folder without its access time, to see if it changed."""
     status = path.lstat()
     return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -214,12 +212,12 @@ def test_what_a_server_did_not_make_is_left_alone(
     (photos / f"video_{'2' * 32}.png").mkdir()  # a folder with the name of a job's file
     (clips / f"video_{'3' * 32}.mp4").symlink_to(outside / "keep.txt")
     (clips / "folder").symlink_to(outside)
-    before = {path: _untouched(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
+    before = {path: _status(path) for path in tmp_path.rglob("*") if "queue" not in path.name}
 
     remove_leftovers_now(store)
     assert move_orphans_aside(store) == []
     assert enforce_retention(store, 1e9, 1.0, 1) == []
-    assert {path: _untouched(path) for path in before} == before
+    assert {path: _status(path) for path in before} == before
     clips.rename(tmp_path / "clips")
     clips.symlink_to(outside)  # a linked folder is not searched
     (outside / f"video_{'1' * 32}.mp4").write_text("mine")
@@ -236,7 +234,7 @@ def test_a_removal_that_a_kill_ends_goes_on(
     The server is killed before it removes the `at`-th file (from 1). Each of three jobs has three
     files.
     """
-    ids_before = [finished(store, folder, end) for end in (1.0, 2.0, 3.0)]
+    ids_before = [add_completed(store, folder, end) for end in (1.0, 2.0, 3.0)]
     unlink, removals = Path.unlink, iter(range(1, at))
 
     def killed(path: Path, missing_ok: bool = False) -> None:
@@ -262,7 +260,7 @@ def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
     The bucket or the folder may also have files of others, and files that are older than the store.
     """
     store.store = FileStore(folder, f"memory://{new_id()}")
-    ids = copied, used, _ = [finished(store, folder, at=1.0) for _ in range(3)]
+    ids = copied, used, _ = [add_completed(store, folder, at=1.0) for _ in range(3)]
     removed = new_id()
     put_files(folder, removed)
     names = ["photos/a.jpg", f"latents/{'0' * 64}.txt", "photos/.other", "clips/a.mp4"]

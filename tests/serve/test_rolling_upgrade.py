@@ -23,7 +23,7 @@ _NEWER = ({"family": "of tomorrow"}, {"family": "svd", "of_tomorrow": 1}, {"fami
 
 
 def make_newer(queue: JobQueue, id: str, sampling: dict[str, Any] = _NEWER[1]) -> None:
-    """Change the row of a job to one that only a newer svdpp can read."""
+    """Change a job's row in the queue to one that only a newer svdpp can read."""
     with queue.backend.transaction() as connection:
         values = json.dumps(sampling), id
         connection.execute("UPDATE jobs SET sampling = ? WHERE id = ?", values)

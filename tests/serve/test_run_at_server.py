@@ -36,8 +36,8 @@ def free_port() -> int:
         return port
 
 
-def hashes(folder: Path) -> dict[str, str]:
-    """Return the hash of the frames of each clip in `folder`, by file name."""
+def frame_hashes(folder: Path) -> dict[str, str]:
+    """Return the frames' hash of each finished clip in `folder`, by file name."""
     found = {}
     for path in folder.glob("*.mp4.json"):
         metadata = json.loads(path.read_text())
@@ -47,7 +47,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 
 class RunAtServer:
-    """Process of `svdpp run`. `err` is its stderr so far."""
+    """Process of `svdpp run --server`, with its stderr so far."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self._path = folder / "stderr"
@@ -103,9 +103,9 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         assert run.process.wait() == 0, run.err
         rest = svdpp_alone("run", *arguments, "--resume", "--json")
         assert rest.code == 0, rest
-        assert {clip["output"] for clip in json.loads(rest.out)["clips"]} == {*hashes(out)}
+        assert {clip["output"] for clip in json.loads(rest.out)["clips"]} == {*frame_hashes(out)}
         assert len(server.all_ids()) == 6, "a line was sent twice"
-        assert hashes(out) == hashes(tmp_path / "local")
+        assert frame_hashes(out) == frame_hashes(tmp_path / "local")
         rows = [json.loads(row) for row in (out / "clips.jsonl").read_text().splitlines()]
         assert [(row["line"], row["state"]) for row in rows] == [(n, "done") for n in range(1, 7)]
 
@@ -117,7 +117,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         assert again.code == 0, again
         assert again.out.count("(was finished)") == 4
         assert len(server.all_ids()) == 7
-        assert hashes(out)["short.mp4"] == hashes(tmp_path / "local")["short.mp4"]
+        assert frame_hashes(out)["short.mp4"] == frame_hashes(tmp_path / "local")["short.mp4"]
 
         lines[0]["size"], lines[1]["steps"] = "32x32", 500
         write_jobs(tmp_path, *lines)

@@ -193,14 +193,14 @@ def animate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def uploads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """File of the pose video, and the uploads of a request for Wan Animate."""
+    """Pose video's file, and the uploaded files of a request for Wan Animate."""
     file = Path(save_video(tmp_path_factory.mktemp("video") / "a.mp4"))
     pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
     return file, {"pose_video": pose, "face_video": face}
 
 
-def _delete(server: HttpServer, *ids: str) -> None:
-    """Delete clips, and check that their uploads are deleted too."""
+def _delete_clips(server: HttpServer, *ids: str) -> None:
+    """Delete clips of a server, and check that their uploads are deleted too."""
     for id in ids:
         assert server.client.delete(f"/v1/videos/{id}").status_code == 200
     assert not list((server.folder / "photos").iterdir())
@@ -240,7 +240,7 @@ def test_further_videos_are_kept_beside_the_image(
     assert animate.request(**request).json()["id"] == id
     other = animate.request(**{**request, "face_video": videos["pose_video"]})
     assert "with another further input" in error_of(other, 422, "invalid_request")["message"]
-    _delete(animate, id)
+    _delete_clips(animate, id)
 
 
 @pytest.mark.slow
@@ -262,7 +262,7 @@ def test_the_page_asks_for_further_videos(
     sha256 = {name: hashlib.sha256(content).hexdigest() for name, (_, content) in videos.items()}
     assert newest["videos"] == {name: {"sha256": value} for name, value in sha256.items()}
     animate.wait_for(newest["id"], "completed")
-    _delete(animate, newest["id"])
+    _delete_clips(animate, newest["id"])
 
 
 @pytest.mark.slow
@@ -469,7 +469,7 @@ def test_a_clip_that_ends_at_an_image_has_the_bits_of_diffusers(tmp_path: Path) 
         wait(lambda: server.video(id)["proof"] == "equal", lambda: f"{server.video(id)}")
         metadata = server.client.get(f"/v1/videos/{id}/metadata").json()
         before = server.client.get(f"/v1/videos/{alone}/metadata").json()
-        _delete(server, alone, id)
+        _delete_clips(server, alone, id)
     sampling = replace(SAMPLING, from_image=True, has_last_image=True)
     source: Any = dict(zip(("image", "last_image"), map(_opened, images), strict=True))
     latents, frames, _ = whole_clip(

@@ -41,8 +41,8 @@ from tests.support.shell import Answer, assert_error, svdpp_here
 # --- errors before the start --------------------------------------------------------------------
 
 
-def start_here(tmp_path: Path, *options: str) -> Answer:
-    """Try to start a server of the dummy model with options that are refused."""
+def serve_refused(tmp_path: Path, *options: str) -> Answer:
+    """Run `svdpp serve` with options that are refused, and return the command's answer."""
     return svdpp_here("serve", "--data", str(tmp_path / "data"), *DUMMY, *options)
 
 
@@ -51,7 +51,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        answer = start_here(tmp_path, "--port", str(port))
+        answer = serve_refused(tmp_path, "--port", str(port))
 
     assert_error(answer, 2, f"port {port}: Address already in use", f"--port {port + 1}")
     assert not (tmp_path / "data").exists()
@@ -111,7 +111,7 @@ def test_a_start_that_is_refused_leaves_no_folder(
     for name, mode in (("keys", 0o600), ("open", 0o644)):
         add_key(tmp_path / name, "alice")
         (tmp_path / name).chmod(mode)
-    assert_error(start_here(tmp_path, "--port", "0", *options), code, *words)
+    assert_error(serve_refused(tmp_path, "--port", "0", *options), code, *words)
     assert not (tmp_path / "data").exists()
 
 
@@ -124,12 +124,12 @@ def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     (folder / "photos").mkdir(parents=True)
     (folder / "photos" / "cat.jpg").write_text("mine")
-    assert_error(start_here(tmp_path, "--port", "0"), 2, "photos", "--adopt")
+    assert_error(serve_refused(tmp_path, "--port", "0"), 2, "photos", "--adopt")
     id = new_id()
     JobQueue(folder, adopts=True).close()
     (folder / "photos" / f"{id}.jpg").write_bytes(PHOTO)
     (folder / "queue.sqlite3").unlink()
-    assert_error(start_here(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
+    assert_error(serve_refused(tmp_path, "--port", "0"), 2, "queue.sqlite3", "--adopt")
     with ServerHere(folder, *QUICK, "--adopt") as server:
         (moved,) = folder.glob(f"lost+found/*/{id}.jpg")
         assert moved.read_bytes() == PHOTO
@@ -140,7 +140,7 @@ def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["fastapi", "prometheus_client"])
 def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    answer = start_here(tmp_path)
+    answer = serve_refused(tmp_path)
     assert_error(answer, 2, f"{missing} is not installed", "pip install 'svdpp[serve]'")
 
 

@@ -108,8 +108,8 @@ def test_the_fixed_limits_have_these_values() -> None:
 # --- metrics --------------------------------------------------------------------------------------
 
 
-def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
-    """Return the type and the labels of each metric that the server has, by name."""
+def exposed_metrics(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
+    """Return the type and the labels of each metric at a server's /metrics, by name."""
     found = {}
     for family in text_string_to_metric_families(demo.client.get("/metrics").text):
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -123,7 +123,7 @@ def exposed(demo: HttpServer) -> dict[str, tuple[str, set[str]]]:
 @pytest.mark.slow
 def test_the_table_and_the_dashboard_have_the_metrics_of_the_server(demo: HttpServer) -> None:
     demo.wait_for(demo.add()[0], "completed")  # some metrics exist only after a clip
-    metrics = exposed(demo)
+    metrics = exposed_metrics(demo)
     documented = {name: (kind, {*code_spans(labels)}) for name, kind, labels in METRICS}
     assert documented == metrics
     for panel in DASHBOARD["panels"]:
@@ -153,7 +153,7 @@ def test_every_answer_is_as_documented(server: HttpServer) -> None:
     ids = server.add(1, steps=1) + server.add(2, steps=1000)
     server.wait_for(ids[0], "completed")
     for operation in operations:
-        check(schemathesis, operation, ids)
+        check_operation(schemathesis, operation, ids)
     assert server.client.get("/health").status_code == 200
     for status in ("queued", "in_progress"):
         path = f"/v1/videos?limit=100&status={status}"
@@ -162,8 +162,8 @@ def test_every_answer_is_as_documented(server: HttpServer) -> None:
                 server.client.delete(f"/v1/videos/{video['id']}")
 
 
-def check(schemathesis: Any, operation: Any, ids: list[str]) -> None:
-    """Send generated requests, valid and invalid ones, and check the responses."""
+def check_operation(schemathesis: Any, operation: Any, ids: list[str]) -> None:
+    """Send generated requests of one HTTP operation, also invalid ones, and check the responses."""
     checks = importlib.import_module("schemathesis.specs.openapi.checks")
     # These checks expect that the document alone decides whether a request is valid, which is not
     # so.

@@ -49,9 +49,7 @@ _SHORT = replace(SAMPLING, num_inference_steps=2)
 
 @pytest.fixture
 def opened(tmp_path: Path, database: str) -> Iterator[Open]:
-    """Function that opens one more queue with the same database and folder, as another server
-    would.
-    """
+    """Function that opens one more `JobQueue` on the same database, as another server would."""
     with contextlib.ExitStack() as queues:
 
         def another(**settings: float) -> JobQueue:
@@ -62,8 +60,8 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
 
 
 @contextlib.contextmanager
-def lost_answers(queue: JobQueue) -> Iterator[None]:
-    """Make every transaction succeed in the database, but fail in the client, during the block."""
+def lost_responses(queue: JobQueue) -> Iterator[None]:
+    """Make a queue's transactions succeed in the database, but fail in the client, in the block."""
     transaction = queue.backend.transaction
 
     @contextlib.contextmanager
@@ -77,15 +75,15 @@ def lost_answers(queue: JobQueue) -> Iterator[None]:
         yield
 
 
-def recovered(queue: JobQueue) -> list[Job]:
-    """Wait until leases of another server expire; return their jobs after the requeue."""
+def wait_requeued(queue: JobQueue) -> list[Job]:
+    """Wait until another server's leases expire; requeue their jobs, and return them."""
     found: list[Job] = []
     wait_until(lambda: found.extend(queue.requeue_expired()) or found, 30, "no lease ends")
     return found
 
 
 def fleet_of(queue: JobQueue) -> Fleet:
-    """Return the `Fleet` of a server with idle ranks."""
+    """Return the `Fleet` object of a server with idle ranks, which are stand-ins."""
     dispatcher = Mock(num_free_slots=1, clips=list)
     engine = Mock(
         dispatcher=dispatcher, state="ready", config=Mock(world_size=2, parallel=ParallelConfig())
@@ -99,7 +97,7 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
     slow, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(slow)
     assert taken(slow).fencing_token == 1
-    assert [(job.id, job.state, job.fencing_token) for job in recovered(other)] == [
+    assert [(job.id, job.state, job.fencing_token) for job in wait_requeued(other)] == [
         (id, JobState.QUEUED, 1)
     ]
 
@@ -133,9 +131,9 @@ def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
         other.release()
     for _ in range(MAX_EXPIRED_LEASES - 1):
         taken(dying)
-        assert [job.state for job in recovered(other)] == [JobState.QUEUED]
+        assert [job.state for job in wait_requeued(other)] == [JobState.QUEUED]
     assert taken(dying).id == id
-    (failed,) = recovered(other)
+    (failed,) = wait_requeued(other)
     assert failed.state is JobState.FAILED
     assert failed.error is not None
     assert f"{MAX_EXPIRED_LEASES} servers died" in failed.error["message"]
@@ -159,14 +157,14 @@ def test_a_server_renews_all_its_claims(opened: Open) -> None:
     steps = {job.id: job.step for job in other.running()}
     assert steps == {ids[0]: 0, ids[1]: 0, ids[2]: 2, ids[3]: 3}
     assert maker.renew(ids.index) == ([], [ids[2]])
-    assert [job.id for job in recovered(other)] == [ids[1]]
+    assert [job.id for job in wait_requeued(other)] == [ids[1]]
 
 
 def test_a_completion_whose_answer_is_lost_is_one(opened: Open) -> None:
     queue = opened()
     id = add(queue)
     token = taken(queue).fencing_token
-    with lost_answers(queue), pytest.raises(OutputError):
+    with lost_responses(queue), pytest.raises(OutputError):
         queue.complete(id, {}, token)
     assert queue.renew(lambda _: 0) == ([], [])
     assert not queue.complete(id, {"again": True}, token)
@@ -205,7 +203,7 @@ def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Ope
     """
     leaving, other = opened(), opened()
     id = add(leaving)
-    with lost_answers(leaving), pytest.raises(OutputError):
+    with lost_responses(leaving), pytest.raises(OutputError):
         leaving.claim()
     assert leaving.renew(lambda _: 0) == ([], [])
     leaving.release()

@@ -33,7 +33,7 @@ def uploads(tmp_path: Path) -> UploadStore:
 
 
 def refusal(uploads: UploadStore, data: bytes, name: str = "cat.png") -> InputError:
-    """Upload data that is refused, check that no file is left, and return the error."""
+    """Save an upload that is refused, check that no file is left, and return the error."""
     with pytest.raises(InputError) as refused:
         uploads.save(io.BytesIO(data), new_id(), name)
     assert os.listdir(uploads._folder) == []

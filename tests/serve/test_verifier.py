@@ -85,15 +85,15 @@ def _temporary_files() -> set[str]:
     return set(os.listdir(os.environ["TMPDIR"]))
 
 
-def _children() -> list[int]:
-    """Return the ids of this process's children that verify a clip."""
+def _verifier_pids() -> list[int]:
+    """Return the process ids of this process's children that verify a clip."""
     return children_of(os.getpid(), "svdpp.serve.verifier")
 
 
-def _child() -> int:
+def _wait_for_verifier() -> int:
     """Wait until a child verifies a clip, and return its process id."""
-    wait_until(_children, HANG_SECONDS, "no process")
-    return _children()[0]
+    wait_until(_verifier_pids, HANG_SECONDS, "no process")
+    return _verifier_pids()[0]
 
 
 @pytest.mark.full
@@ -115,7 +115,7 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
         assert proving.proofs() == ["none"] * 3
         proving.idle.set()
         proving.wait_for("none", "none", "running")
-        child = _child()
+        child = _wait_for_verifier()
         wait_until(lambda: os.getpriority(os.PRIO_PROCESS, child) == 19, HANG_SECONDS, "not nice")
         os.kill(child, signal.SIGKILL)
         proving.wait_for("different", "failed", "failed")
@@ -168,23 +168,23 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert proving.verifier.request(proving.ids[1])
         assert proving.verifier.request(proving.ids[1])
         assert proving.proofs() == ["none", "running", "none"]
-        assert _children() == []
+        assert _verifier_pids() == []
         proving.idle.set()
         begun = _temporary_files()
         wait_until(lambda: _temporary_files() > begun, HANG_SECONDS, "no recomputation")
-        (child,) = _children()
+        (child,) = _verifier_pids()
         proving.idle.clear()
         wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         wait_until(lambda: proving.verifier.running is None, HANG_SECONDS, "it runs")
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        _child()  # it starts again
+        _wait_for_verifier()  # it starts again
         assert not proving.verifier.request("video_unknown")
         assert proving.verifier.request(proving.ids[0])
         for id in proving.ids:
             proving.verifier.cancel(id)
-        wait_until(lambda: _children() == [], HANG_SECONDS, "it goes on")
+        wait_until(lambda: _verifier_pids() == [], HANG_SECONDS, "it goes on")
         assert proving.proofs() == ["none"] * 3
 
 

@@ -39,7 +39,7 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 
 
 class Receiver(ThreadingHTTPServer):
-    """HTTP server that records requests.
+    """HTTP server that receives webhooks, and records the requests.
 
     It responds with `answers` in order, and uses the last one for all further requests.
     """
@@ -63,7 +63,7 @@ class Receiver(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """Ignore errors of a client that disconnects, as a killed one does."""
+        """Ignore errors of a webhook's sender that disconnects, as a killed one does."""
 
 
 class Request(BaseHTTPRequestHandler):
@@ -79,8 +79,8 @@ class Request(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         pass
 
-    def verified(self, secret: str) -> dict[str, Any]:
-        """Check the signature as Standard Webhooks tells receivers to, and return the event."""
+    def verified_event(self, secret: str) -> dict[str, Any]:
+        """Check a webhook's signature as Standard Webhooks tells receivers to; return the event."""
         id, sent_at = self.headers["webhook-id"], self.headers["webhook-timestamp"]
         assert abs(int(sent_at) - time.time()) < HANG_SECONDS
         content = f"{id}.{sent_at}.".encode() + self.body
@@ -106,8 +106,8 @@ def close(handler: BaseHTTPRequestHandler) -> None:
     handler.close_connection = True
 
 
-def after(event: threading.Event) -> Answer:
-    """Return a handler that waits for the event, and then sends no response."""
+def no_response_after(event: threading.Event) -> Answer:
+    """Return a handler of requests that waits for `event`, and then sends no response."""
     return lambda _: event.wait(HANG_SECONDS)
 
 
@@ -131,8 +131,8 @@ def callback(store: JobQueue, id: str) -> dict[str, Any]:
     return shown
 
 
-def after_a_try(store: JobQueue, id: str) -> dict[str, Any]:
-    """Wait until a delivery has succeeded or failed; return what the API shows of the webhook."""
+def wait_tried(store: JobQueue, id: str) -> dict[str, Any]:
+    """Wait until a job's webhook is delivered or has failed; return what the API shows of it."""
 
     def is_noted() -> bool:
         return callback(store, id)["error"] or callback(store, id)["status"] == "delivered"
@@ -141,11 +141,11 @@ def after_a_try(store: JobQueue, id: str) -> dict[str, Any]:
     return callback(store, id)
 
 
-def tried(store: JobQueue, url: str, *hosts: str) -> dict[str, Any]:
-    """Return what the API shows of a new webhook after its first delivery attempt."""
+def deliver_once(store: JobQueue, url: str, *hosts: str) -> dict[str, Any]:
+    """Add a job with a webhook, try to deliver that once, and return what the API shows of it."""
     id = made(store, url)
     with sending(store, *hosts):
-        return after_a_try(store, id)
+        return wait_tried(store, id)
 
 
 @pytest.mark.parametrize("state", [JobState.COMPLETED, JobState.FAILED])
@@ -166,12 +166,12 @@ def test_a_webhook_has_the_video_and_a_signature_of_each_secret(
     shown = {"url": receiver.url, "status": "delivered", "attempts": 3, "error": None}
     assert callback(store, id) == shown
     _, _, request = receiver.requests
-    assert len({request.verified(NEW)["id"] for request in receiver.requests}) == 1
+    assert len({request.verified_event(NEW)["id"] for request in receiver.requests}) == 1
     assert request.path == "/hook?a=1"
     assert request.headers["host"] == receiver.host
     assert request.headers["content-type"] == "application/json"
-    event = request.verified(OLD)
-    assert event == request.verified(NEW)
+    event = request.verified_event(OLD)
+    assert event == request.verified_event(NEW)
     data = event.pop("data")
     assert event == {
         "id": f"evt_{id.removeprefix('video_')}",
@@ -189,8 +189,10 @@ def test_a_cancelled_clip_and_one_without_url_send_none(store: JobQueue) -> None
         without = in_state(store, JobState.COMPLETED)
         last = made(store, receiver.url)
         sender.thread.wake()
-        after_a_try(store, last)
-        assert [request.verified(NEW)["data"]["id"] for request in receiver.requests] == [last]
+        wait_tried(store, last)
+        assert [request.verified_event(NEW)["data"]["id"] for request in receiver.requests] == [
+            last
+        ]
     for id in (cancelled, without):
         assert video_from_job(job_of(store, id)).callback is None
 
@@ -213,7 +215,7 @@ def test_the_retries_take_twenty_hours_until_the_webhook_is_given_up(
     before = asked("clock()")
     with sending(store, "127.0.0.1:1"):
         for seconds in expected:
-            error = after_a_try(store, id)["error"]
+            error = wait_tried(store, id)["error"]
             assert before + seconds <= asked("callback_due") <= asked("clock()") + seconds
             before = asked("clock()")
             with store.backend.transaction() as connection:
@@ -253,14 +255,14 @@ def test_a_slow_receiver_holds_back_no_other(
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 3.0)
     go_on = threading.Event()
     with (
-        Receiver(after(go_on)) as slow,
+        Receiver(no_response_after(go_on)) as slow,
         Receiver(status(200)) as other,
         sending(store, slow.host, other.host) as sender,
     ):
         ids = [made(store, slow.url) for _ in range(3)] + [made(store, other.url)]
         sender.thread.wake()
-        assert after_a_try(store, ids[-1])["status"] == "delivered"
-        shown = after_a_try(store, ids[0])
+        assert wait_tried(store, ids[-1])["status"] == "delivered"
+        shown = wait_tried(store, ids[0])
         assert (shown["status"], shown["error"]) == ("pending", "no response within 3 s")
         go_on.set()
 
@@ -319,7 +321,7 @@ def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     monkeypatch.setattr("anyio.connect_tcp", connect)
-    error = tried(store, "http://hooks.example/", "hooks.example")["error"]
+    error = deliver_once(store, "http://hooks.example/", "hooks.example")["error"]
     assert len(answers) == 9
     refused = "hooks.example has an address that is not public"
     expected = {"127.0.0.1": ([], refused), "93.184.215.14": (["93.184.215.14"], "no network")}
@@ -329,7 +331,7 @@ def test_all_addresses_of_a_name_are_checked_and_none_is_looked_up_again(
 def test_a_redirect_is_not_followed(store: JobQueue) -> None:
     with Receiver(status(200)) as other, Receiver() as receiver:
         receiver.answers.append(status(307, location=other.url))
-        shown = tried(store, receiver.url, receiver.host, other.host)
+        shown = deliver_once(store, receiver.url, receiver.host, other.host)
     assert shown["error"] == "the response was 307"
     assert len(receiver.requests) == 1
     assert other.requests == []
@@ -347,7 +349,7 @@ def test_the_certificate_is_checked(
     if is_trusted:
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
     with Receiver(status(200), tls=certificate) as receiver:
-        shown = tried(store, receiver.url.replace("http:", "https:"), receiver.host)
+        shown = deliver_once(store, receiver.url.replace("http:", "https:"), receiver.host)
     assert shown["status"] == ("delivered" if is_trusted else "pending"), shown
     assert is_trusted or "CERTIFICATE_VERIFY_FAILED" in shown["error"]
     assert len(receiver.requests) == is_trusted
@@ -360,7 +362,7 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
     secrets, go_on = tmp_path / "secrets", threading.Event()
     secrets.touch(0o600)
     secrets.write_text(f"# of May\nwhsec_{OLD}\n\nwhsec_{NEW}\n")
-    with Receiver(after(go_on), status(200)) as receiver:
+    with Receiver(no_response_after(go_on), status(200)) as receiver:
         options = ("--callback-secret-file", str(secrets), "--callback-hosts", receiver.host)
         options = (*options, *QUICK)
         with HttpServer(tmp_path / "data", *options) as server:
@@ -380,7 +382,7 @@ def test_a_server_that_is_killed_before_a_delivery_delivers_after_its_restart(
             wait(lambda: len(receiver.requests) == 2, lambda: here.err)
             wait(lambda: here.video(id)["callback"]["status"] == "delivered")
             shown = here.video(id)
-        first, second = (request.verified(NEW) for request in receiver.requests)
+        first, second = (request.verified_event(NEW) for request in receiver.requests)
         assert first["id"] == second["id"]
         assert second["type"] == "video.completed"
         assert second["data"].pop("callback") == {**shown.pop("callback"), "status": "pending"}

@@ -9,5 +9,5 @@ from tests.support.clip_inputs import Inputs, create_inputs
 
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """Input images, and input videos of noise."""
+    """Input files of clips: images, and videos of noise."""
     return create_inputs(tmp_path_factory.mktemp("inputs"))

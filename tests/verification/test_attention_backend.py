@@ -93,7 +93,7 @@ def test_refused_backends_are_named_by_their_option(wan: Path) -> None:
 
 
 def make_noisy(_: int) -> None:
-    """Make torch's attention give different bits in each call, in the process of a rank."""
+    """Make torch's attention give different bits in each call in this rank, as a planted fault."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
     backends, native = _AttentionBackendRegistry._backends, AttentionBackendName.NATIVE

@@ -37,7 +37,7 @@ FORMATS: list[VideoFormat] = ["mp4", "gif", "webp", "frames"]
 
 
 def frames_of(seed: int) -> video.Frames:
-    """Return smooth frames, which differ from each other and for each seed."""
+    """Return smooth frames for a clip, different ones for each seed."""
     index, y, x = np.mgrid[:3, :32, :48]
     pictures = np.stack([x * 3 + 20 * seed, y * 5, 40 * seed + 30 * index], -1)
     return pictures.clip(0, 255).astype(np.uint8)
@@ -53,7 +53,7 @@ def put_clip(
     crf: int = 18,
     **changes: Any,
 ) -> Path:
-    """Write a clip as the clip writer does, but without a model; return the path of its JSON.
+    """Write a clip and its metadata as a run would; return the path of the metadata.
 
     The metadata describe the frames of `seed` at crf 18, with `changes`. The file has `frames`
     instead, if given, encoded at `crf`.
@@ -79,7 +79,7 @@ def put_clip(
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Folder `out` as `svdpp run` writes it, with a clip of each format."""
+    """Output folder as `svdpp run` writes it, with a finished clip of each format."""
     folder = tmp_path / "out"
     folder.mkdir()
     for format in FORMATS:

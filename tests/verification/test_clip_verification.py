@@ -17,8 +17,8 @@ from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import ClipDone
 
 
-class _Events:
-    """Reporter that keeps the sent events."""
+class _EventList:
+    """Stand-in for a rank's reporter, which keeps the events in a list."""
 
     def __init__(self) -> None:
         self.sent: list[Any] = []
@@ -85,7 +85,7 @@ def test_the_reference_marks_a_clip_for_which_gpu_memory_ran_short(
         folder=None,
         predictions=False,
     )
-    reporter = _Events()
+    reporter = _EventList()
     recorder = _Recorder(setup, "cpu", cast("Any", reporter))
     recorder.begin(0)
     recorder.end(torch.zeros(1, 4, 2, 8, 8), None, None)

@@ -43,14 +43,14 @@ _CONFIG_NAMES = {"scheduler": "scheduler_config.json"}
 _EULER = diffusers.FlowMatchEulerDiscreteScheduler
 
 
-def _named(tokenizer: str, **others: str) -> Values:
-    """Return options of `save_tiny` for class names that older versions of transformers wrote."""
+def _old_class_names(tokenizer: str, **others: str) -> Values:
+    """Return options of `save_tiny` that save class names as older versions of transformers did."""
     return {"class_names": {"tokenizer": tokenizer, **others}}
 
 
 @dataclass(frozen=True)
-class Other:
-    """Checkpoint that differs from the checkpoint of a case, and a clip made with it."""
+class OtherCheckpoint:
+    """Tiny checkpoint to verify that differs from a test case's checkpoint, with its clip."""
 
     case: str
     """Name of the case in `CASES`."""
@@ -270,8 +270,8 @@ _COSMOS = {
     },
 }
 
-_TABLE: dict[str, Other] = {
-    "svd": Other(
+_TABLE: dict[str, OtherCheckpoint] = {
+    "svd": OtherCheckpoint(
         "svd",
         {
             "vae": {"block_out_channels": (32, 32, 64, 64), "layers_per_block": 2},
@@ -301,7 +301,7 @@ _TABLE: dict[str, Other] = {
         {"saved_dtype": torch.float16, "variant": "fp16"},
         size(64, 64, 6),
     ),
-    "wan-1.3b": Other(
+    "wan-1.3b": OtherCheckpoint(
         "wan",
         {
             **_WAN_8,
@@ -309,16 +309,21 @@ _TABLE: dict[str, Other] = {
             "transformer": {**_WAN, "in_channels": 16, "out_channels": 16},
             "scheduler": {"flow_shift": 8.0, "solver_order": 3, "disable_corrector": [0]},
         },
-        {"boundary_ratio": None, "transformer_2": None, **_named("T5TokenizerFast"), **_SHARDS},
+        {
+            "boundary_ratio": None,
+            "transformer_2": None,
+            **_old_class_names("T5TokenizerFast"),
+            **_SHARDS,
+        },
         {"guidance_scale_2": None, "flow_shift": None},
         dtype="bf16",
     ),
-    "wan-two-experts": Other(
+    "wan-two-experts": OtherCheckpoint(
         "wan",
         {**_WAN_8, **_EXPERTS},
         {"boundary_ratio": 0.6, "scheduler": _EULER(shift=5.0), **_BF16_FILES},
     ),
-    "wan-image-less-compression": Other(
+    "wan-image-less-compression": OtherCheckpoint(
         "wan-image-bf16",
         {
             **_WAN_8_IMAGE,
@@ -332,7 +337,7 @@ _TABLE: dict[str, Other] = {
         size(32, 48, 5),
         dtype="bf16",
     ),
-    "wan-2.1-image": Other(
+    "wan-2.1-image": OtherCheckpoint(
         "wan-2.1-image",
         {
             **_WAN_8_IMAGE,
@@ -341,7 +346,7 @@ _TABLE: dict[str, Other] = {
         },
         _BF16_FILES,
     ),
-    "wan-2.1-last-image": Other(
+    "wan-2.1-last-image": OtherCheckpoint(
         "wan-2.1-last-image",
         {
             **_WAN_8_IMAGE,
@@ -350,7 +355,7 @@ _TABLE: dict[str, Other] = {
         },
         dtype="bf16",
     ),
-    "wan-5b": Other(
+    "wan-5b": OtherCheckpoint(
         "wan-5b-image",
         {
             "text_encoder": _T5,
@@ -364,21 +369,23 @@ _TABLE: dict[str, Other] = {
         _SHARDS,
         size(64, 96, 9),
     ),
-    "wan-large-patches": Other(
+    "wan-large-patches": OtherCheckpoint(
         "wan",
         {**_WAN_8, "transformer": {**_WAN_8["transformer"], "patch_size": (1, 4, 4)}},
         {"boundary_ratio": None, "transformer_2": None},
         size(64, 96, 5, guidance_scale_2=None),
         dtype="bf16",
     ),
-    "wan_v2v": Other("wan-video", _WAN_8, {"scheduler": _EULER(shift=4.0)}, {"strength": 0.9}),
-    "wan_vace": Other("wan-vace", _VACE_8, _BF16_FILES, dtype="bf16"),
-    "wan_vace_control": Other(
+    "wan_v2v": OtherCheckpoint(
+        "wan-video", _WAN_8, {"scheduler": _EULER(shift=4.0)}, {"strength": 0.9}
+    ),
+    "wan_vace": OtherCheckpoint("wan-vace", _VACE_8, _BF16_FILES, dtype="bf16"),
+    "wan_vace_control": OtherCheckpoint(
         "wan-vace-control-references", _VACE_8, {"scheduler": _EULER(shift=4.0)}
     ),
-    "wan_animate": Other("wan-animate", _ANIMATE, _SHARDS, dtype="bf16"),
-    "wan_replace": Other("wan-replace", _ANIMATE, {"scheduler": _EULER(shift=4.0)}),
-    "wan_modular": Other(
+    "wan_animate": OtherCheckpoint("wan-animate", _ANIMATE, _SHARDS, dtype="bf16"),
+    "wan_replace": OtherCheckpoint("wan-replace", _ANIMATE, {"scheduler": _EULER(shift=4.0)}),
+    "wan_modular": OtherCheckpoint(
         "wan-modular-image",
         {
             **_WAN_8_IMAGE,
@@ -388,7 +395,7 @@ _TABLE: dict[str, Other] = {
         {"guider": diffusers.ClassifierFreeGuidance(guidance_rescale=0.5), **_SHARDS},
         dtype="bf16",
     ),
-    "wan22_modular": Other(
+    "wan22_modular": OtherCheckpoint(
         "wan22-modular",
         {**_WAN_8, **_EXPERTS},
         {
@@ -400,18 +407,18 @@ _TABLE: dict[str, Other] = {
             "guider_2": diffusers.ClassifierFreeZeroStarGuidance(zero_init_steps=1),
         },
     ),
-    "wan22_vace_modular": Other(
+    "wan22_vace_modular": OtherCheckpoint(
         "wan22-vace-modular-image",
         {**_VACE_8, "transformer_2": _VACE},
         {"boundary_ratio": 0.6},
         dtype="bf16",
     ),
-    "wan22_vace_control_modular": Other(
+    "wan22_vace_control_modular": OtherCheckpoint(
         "wan22-vace-control-modular",
         {**_VACE_8, "transformer_2": _VACE},
         {"scheduler": _EULER(shift=8.0), "saved_dtype": torch.bfloat16},
     ),
-    "ltx-static-shift": Other(
+    "ltx-static-shift": OtherCheckpoint(
         "ltx-image",
         {
             "text_encoder": _T5,
@@ -427,26 +434,30 @@ _TABLE: dict[str, Other] = {
             "transformer": _LTX_DENOISER,
             "scheduler": {"use_dynamic_shifting": False, "shift": 3.0, "shift_terminal": None},
         },
-        {**_named("T5TokenizerFast"), **_SHARDS},
+        {**_old_class_names("T5TokenizerFast"), **_SHARDS},
         dtype="bf16",
     ),
-    "ltx_condition": Other(
+    "ltx_condition": OtherCheckpoint(
         "ltx-condition-image",
         {"text_encoder": _T5, "vae": _LTX_095_VAE, "transformer": _LTX_DENOISER},
         {"scheduler": _EULER(shift=3.0, shift_terminal=0.1), **_BF16_FILES},
     ),
-    "ltx2": Other("ltx2", {**_LTX2, "scheduler": _DYNAMIC_SHIFT}, _SHARDS, dtype="bf16"),
-    "ltx2-2.3": Other("ltx2-image", _LTX23, {"vocoder": _wide_vocoder()}, dtype="bf16"),
-    "ltx2_condition": Other("ltx2-condition-image", _LTX2, _BF16_FILES),
-    "ltx2_in_context": Other(
+    "ltx2": OtherCheckpoint("ltx2", {**_LTX2, "scheduler": _DYNAMIC_SHIFT}, _SHARDS, dtype="bf16"),
+    "ltx2-2.3": OtherCheckpoint("ltx2-image", _LTX23, {"vocoder": _wide_vocoder()}, dtype="bf16"),
+    "ltx2_condition": OtherCheckpoint("ltx2-condition-image", _LTX2, _BF16_FILES),
+    "ltx2_in_context": OtherCheckpoint(
         "ltx2-in-context", {**_LTX2, "scheduler": {"shift": 2.0}}, dtype="bf16"
     ),
-    "ltx2_in_context_video": Other("ltx2-in-context-video", _LTX2),
-    "ltx2_in_context_first_image": Other("ltx2-in-context-first-image", _LTX2, dtype="bf16"),
-    "ltx2_modular": Other("ltx2-modular", {**_LTX2, "scheduler": _DYNAMIC_SHIFT}, _SHARDS),
-    "echo": Other("echo", _LTX2, {"saved_dtype": torch.bfloat16}, dtype="bf16"),
-    "minimax_h3": Other("minimax-h3", _MINIMAX),
-    "minimax_h3_references": Other(
+    "ltx2_in_context_video": OtherCheckpoint("ltx2-in-context-video", _LTX2),
+    "ltx2_in_context_first_image": OtherCheckpoint(
+        "ltx2-in-context-first-image", _LTX2, dtype="bf16"
+    ),
+    "ltx2_modular": OtherCheckpoint(
+        "ltx2-modular", {**_LTX2, "scheduler": _DYNAMIC_SHIFT}, _SHARDS
+    ),
+    "echo": OtherCheckpoint("echo", _LTX2, {"saved_dtype": torch.bfloat16}, dtype="bf16"),
+    "minimax_h3": OtherCheckpoint("minimax-h3", _MINIMAX),
+    "minimax_h3_references": OtherCheckpoint(
         "minimax-h3-one-reference",
         {
             **{name: values for name, values in _MINIMAX.items() if name != "transformer"},
@@ -454,24 +465,24 @@ _TABLE: dict[str, Other] = {
         },
         dtype="bf16",
     ),
-    "hunyuan_video": Other(
+    "hunyuan_video": OtherCheckpoint(
         "hunyuan-video",
         {**_HUNYUAN, "transformer": {**_HUNYUAN["transformer"], "guidance_embeds": False}},
-        {**_named("LlamaTokenizerFast"), **_SHARDS, "scheduler": _EULER(shift=17.0)},
+        {**_old_class_names("LlamaTokenizerFast"), **_SHARDS, "scheduler": _EULER(shift=17.0)},
     ),
-    "hunyuan_video-image": Other(
+    "hunyuan_video-image": OtherCheckpoint(
         "hunyuan-video-image",
         {**_HUNYUAN, "text_encoder": {"text_config": _LLAMA}},
         _BF16_FILES,
         dtype="bf16",
     ),
-    "framepack": Other(
+    "framepack": OtherCheckpoint(
         "framepack",
         {**_HUNYUAN, "image_encoder": {"num_hidden_layers": 2, "intermediate_size": 24}},
         _BF16_FILES,
         {"num_inference_steps": 4},
     ),
-    "helios": Other(
+    "helios": OtherCheckpoint(
         "helios",
         {
             **_HELIOS,
@@ -481,42 +492,44 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "helios_v2v": Other("helios-video", {**_HELIOS, "scheduler": {"disable_corrector": [0]}}),
-    "helios_pyramid": Other(
+    "helios_v2v": OtherCheckpoint(
+        "helios-video", {**_HELIOS, "scheduler": {"disable_corrector": [0]}}
+    ),
+    "helios_pyramid": OtherCheckpoint(
         "helios-pyramid", {**_HELIOS, "scheduler": {"gamma": 0.3}}, _SHARDS, dtype="bf16"
     ),
-    "helios_pyramid_v2v": Other(
+    "helios_pyramid_v2v": OtherCheckpoint(
         "helios-pyramid-video", {**_HELIOS, "scheduler": {"stage_range": [0, 0.25, 0.5, 1]}}
     ),
-    "helios_distilled": Other(
+    "helios_distilled": OtherCheckpoint(
         "helios-distilled",
         {**_HELIOS, "scheduler": {"use_dynamic_shifting": False, "shift": 2.0}},
         dtype="bf16",
     ),
-    "helios_distilled_v2v": Other(
+    "helios_distilled_v2v": OtherCheckpoint(
         "helios-distilled-video",
         {**_HELIOS, "scheduler": {"time_shift_type": "exponential"}},
         {"saved_dtype": torch.bfloat16},
     ),
-    "hunyuan_video_15": Other(
+    "hunyuan_video_15": OtherCheckpoint(
         "hunyuan-video-1.5",
         {**_HUNYUAN_15, "guider": {"guidance_rescale": 0.5}},
-        {**_named("Qwen2TokenizerFast"), **_SHARDS},
+        {**_old_class_names("Qwen2TokenizerFast"), **_SHARDS},
         dtype="bf16",
     ),
-    "hunyuan_video_15-image": Other(
+    "hunyuan_video_15-image": OtherCheckpoint(
         "hunyuan-video-1.5-image",
         {**_HUNYUAN_15, "transformer": {**_HUNYUAN_15["transformer"], "use_meanflow": True}},
         _BF16_FILES,
         size(32, 32, 9),
     ),
-    "hunyuan_video_15_modular": Other(
+    "hunyuan_video_15_modular": OtherCheckpoint(
         "hunyuan-video-1.5-modular",
         _HUNYUAN_15,
         {"guider": diffusers.AdaptiveProjectedGuidance(eta=0.5), "saved_dtype": torch.bfloat16},
         dtype="bf16",
     ),
-    "cogvideox-2b": Other(
+    "cogvideox-2b": OtherCheckpoint(
         "cogvideox",
         {
             **_COG,
@@ -525,7 +538,7 @@ _TABLE: dict[str, Other] = {
         },
         {"saved_dtype": torch.float16, "variant": "fp16"},
     ),
-    "cogvideox-5b-image": Other(
+    "cogvideox-5b-image": OtherCheckpoint(
         "cogvideox-image",
         {
             **_COG,
@@ -537,7 +550,7 @@ _TABLE: dict[str, Other] = {
         _SHARDS,
         dtype="bf16",
     ),
-    "cogvideox-1.5-image": Other(
+    "cogvideox-1.5-image": OtherCheckpoint(
         "cogvideox-image",
         {
             **_COG,
@@ -554,7 +567,7 @@ _TABLE: dict[str, Other] = {
         },
         size(32, 48, 13),
     ),
-    "cogvideox_v2v": Other(
+    "cogvideox_v2v": OtherCheckpoint(
         "cogvideox-video",
         {**_COG, "vae": {**_COG["vae"], "temporal_compression_ratio": 4}},
         {
@@ -563,12 +576,12 @@ _TABLE: dict[str, Other] = {
         },
         dtype="bf16",
     ),
-    "skyreels_v2": Other(
+    "skyreels_v2": OtherCheckpoint(
         "skyreels-v2",
         {**_WAN_8, "transformer": _SKYREELS},
         {"scheduler": _EULER(shift=5.0), **_SHARDS},
     ),
-    "skyreels_v2-image": Other(
+    "skyreels_v2-image": OtherCheckpoint(
         "skyreels-v2-image",
         {
             **_WAN_8,
@@ -579,7 +592,7 @@ _TABLE: dict[str, Other] = {
         {"image_encoder": transformers.CLIPVisionModel(vision(32, 8)), **_BF16_FILES},
         dtype="bf16",
     ),
-    "skyreels_v2_df": Other(
+    "skyreels_v2_df": OtherCheckpoint(
         "skyreels-v2-df-image",
         {
             **_WAN_8,
@@ -588,10 +601,10 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "skyreels_v2_df_v2v": Other(
+    "skyreels_v2_df_v2v": OtherCheckpoint(
         "skyreels-v2-df-video", {**_WAN_8, "transformer": _SKYREELS}, dtype="bf16"
     ),
-    "kandinsky5": Other(
+    "kandinsky5": OtherCheckpoint(
         "kandinsky5",
         {
             "text_encoder_2": _CLIP_TEXT,
@@ -601,13 +614,13 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "kandinsky5-image": Other(
+    "kandinsky5-image": OtherCheckpoint(
         "kandinsky5-image",
         {"transformer": _KANDINSKY, "text_encoder_2": _CLIP_TEXT},
         _BF16_FILES,
         dtype="bf16",
     ),
-    "kandinsky6": Other(
+    "kandinsky6": OtherCheckpoint(
         "kandinsky6",
         {
             "text_encoder_2": _CLIP_TEXT,
@@ -620,7 +633,7 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "mochi": Other(
+    "mochi": OtherCheckpoint(
         "mochi",
         {
             "text_encoder": _T5,
@@ -634,7 +647,7 @@ _TABLE: dict[str, Other] = {
         size(16, 32, 13),
         dtype="bf16",
     ),
-    "allegro": Other(
+    "allegro": OtherCheckpoint(
         "allegro",
         {
             "text_encoder": _T5,
@@ -652,7 +665,7 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "latte": Other(
+    "latte": OtherCheckpoint(
         "latte",
         {
             "text_encoder": _T5,
@@ -674,7 +687,7 @@ _TABLE: dict[str, Other] = {
         size(16, 24, 5),
         dtype="bf16",
     ),
-    "sana_video": Other(
+    "sana_video": OtherCheckpoint(
         "sana-video-image",
         {
             "text_encoder": {"hidden_size": 32, "num_hidden_layers": 2, "layer_types": None},
@@ -688,18 +701,18 @@ _TABLE: dict[str, Other] = {
         },
         _SHARDS,
     ),
-    "cosmos3": Other("cosmos3", _COSMOS, {}, size(48, 64, 9), dtype="bf16"),
-    "cosmos3_sound": Other(
+    "cosmos3": OtherCheckpoint("cosmos3", _COSMOS, {}, size(48, 64, 9), dtype="bf16"),
+    "cosmos3_sound": OtherCheckpoint(
         "cosmos3-sound", _COSMOS, {"saved_dtype": torch.bfloat16}, size(64, 64, 5)
     ),
-    "cosmos3_v2v": Other(
+    "cosmos3_v2v": OtherCheckpoint(
         "cosmos3-video",
         {**_COSMOS, "scheduler": {"flow_shift": 10.0}},
         _SHARDS,
         size(64, 64, 9),
         dtype="bf16",
     ),
-    "cosmos3_distilled": Other(
+    "cosmos3_distilled": OtherCheckpoint(
         "cosmos3-image-distilled",
         {**_COSMOS, "scheduler": {"shift": 5.0}},
         {"distilled_sigmas": [1.0, 0.9, 0.75, 0.5]},
@@ -825,7 +838,7 @@ def _scaled(levels: int) -> Values:
 def test_sizes_of_clips_follow_the_configs(
     tmp_path: Path, name: str, configs: Mapping[str, Values], expected: tuple[int, int] | str
 ) -> None:
-    case = Other(name).of_case()
+    case = OtherCheckpoint(name).of_case()
     model = _model(_save(case, tmp_path / "model"), case)
     for part, changes in configs.items():  # diffusers cannot create such models
         path = tmp_path / "model" / part / _CONFIG_NAMES.get(part, "config.json")

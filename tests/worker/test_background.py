@@ -25,8 +25,8 @@ from svdpp.worker.messages import ClipFailed, Heartbeat, parse
 Sent = TypeVar("Sent")
 
 
-def _next(sent: queue.Queue[bytes], kind: type[Sent]) -> Sent:
-    """Return the next sent event of class `kind`."""
+def _next_event(sent: queue.Queue[bytes], kind: type[Sent]) -> Sent:
+    """Return the next event of class `kind` that a rank's threads have sent."""
     while not isinstance(event := parse(sent.get(timeout=60.0)), kind):
         pass
     return event
@@ -41,13 +41,13 @@ def test_memory_is_reported_once_the_rank_has_a_device(monkeypatch: pytest.Monke
     sent = queue.Queue[bytes]()
     reporter = Reporter(Mock(send=sent.put))
     reporter.set_position(Action.parse("ENCODE c0 @0"))
-    assert _next(sent, Heartbeat).memory_bytes is None
+    assert _next_event(sent, Heartbeat).memory_bytes is None
     reporter.device = "cpu"
     reporter.set_position(Action.parse("DENOISE c0 0:2"))
-    assert (_next(sent, Heartbeat).memory_bytes or 0) > 2**20
+    assert (_next_event(sent, Heartbeat).memory_bytes or 0) > 2**20
     monkeypatch.setattr(background, "bytes_in_use", Mock(side_effect=OSError("too many files")))
     reporter.start()
-    assert _next(sent, Heartbeat) == Heartbeat(action="DENOISE c0 0:2")
+    assert _next_event(sent, Heartbeat) == Heartbeat(action="DENOISE c0 0:2")
     reporter.stop()
 
 
@@ -78,7 +78,7 @@ CPU = torch.device("cpu")
 
 
 def _first_pixel(image: Image.Image, _: SamplingConfig) -> dict[str, torch.Tensor]:
-    """Return the colour of the first pixel, in place of a model's preparation of the image."""
+    """Return the first pixel's colour, as a stand-in for a model's preparation of the image."""
     return {"pixel": torch.tensor(image.getpixel((0, 0)))}
 
 

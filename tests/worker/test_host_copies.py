@@ -36,9 +36,7 @@ SHAPE = (1, 4, 2, 8, 8)
 
 
 class DeviceTensor(torch.Tensor):
-    """CPU tensor that cannot be converted to an array, as if it were on a GPU; results are the
-    same.
-    """
+    """Stand-in for a tensor on a GPU: a CPU tensor that cannot be converted to an array."""
 
     is_cpu = False  # type: ignore[assignment]
 
@@ -50,7 +48,7 @@ class DeviceTensor(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the dummy model return device tensors. Check that files are written from the host."""
+    """Make the dummy model return `DeviceTensor`s, and check that host copies are saved."""
     encode, decode, save = DummyModel.encode, DummyModel.decode, tensor_files.save
 
     def encode_there(model: DummyModel, *arguments: Any) -> Tensors:
@@ -70,7 +68,7 @@ def _on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def event(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
-    """Event of the work that writes a tensor. Check that every copy waits for this event."""
+    """Stand-in for each recorded CUDA event. Check that every copy to the host waits for it."""
     marked = Mock(spec=["synchronize"])
     waited: list[object] = []
 

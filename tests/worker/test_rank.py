@@ -141,8 +141,8 @@ def test_a_clips_parameters_reach_the_ranks_whole(family: str) -> None:
     assert type(back) is kind
 
 
-class Parent:
-    """Parent's side of a channel. It sends the final `Stop` when the rank has sent `Finished`."""
+class ParentChannel:
+    """Stand-in for a rank's channel to its parent, which sends `Stop` after `Finished`."""
 
     def __init__(self) -> None:
         self.said: list[object] = []
@@ -159,7 +159,7 @@ class Parent:
 
 def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "take_device", lambda *_: torch.device("cpu"))
-    parent, left = Parent(), list[int]()
+    parent, left = ParentChannel(), list[int]()
     monkeypatch.setattr(module.process_group, "destroy", lambda: left.append(len(parent.commands)))
     world = World(rank=0, local_rank=0, size=1, local_size=1, launcher="torchrun")
     context = LaunchContext(world, "gloo", parent, join=lambda: None)
@@ -171,8 +171,8 @@ def test_a_rank_that_is_finished_waits_for_the_others(monkeypatch: pytest.Monkey
 # --- what ranks load ------------------------------------------------------------------------------
 
 
-def _mapped(pid: int, folder: Path) -> dict[str, Counter[str]]:
-    """Return the PSS and RSS of a process's mapped files in `folder`, in bytes, by subfolder."""
+def _mapped_bytes(pid: int, folder: Path) -> dict[str, Counter[str]]:
+    """Return the memory (PSS, RSS) of a process's mapped files in `folder`, by subfolder."""
     found: dict[str, Counter[str]] = {"Pss": Counter(), "Rss": Counter()}
     for region in psutil.Process(pid).memory_maps():
         if (path := Path(region.path)).is_relative_to(folder):
@@ -192,7 +192,7 @@ def test_four_ranks_hold_one_copy_of_each_expert(tmp_path: Path) -> None:
     )
     with Pipeline(config) as pipeline:
         held = [roles.experts for roles in pipeline.config.layout.roles]
-        ranks = [_mapped(pid, folder) for pid in pids(pipeline)]
+        ranks = [_mapped_bytes(pid, folder) for pid in pids(pipeline)]
     assert held == [{0}, {0}, {1}, {1}]
     for part, holders in (("transformer", ranks[:2]), ("transformer_2", ranks[2:])):
         assert [part in rank["Rss"] for rank in ranks] == [rank in holders for rank in ranks]

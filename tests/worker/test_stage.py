@@ -30,8 +30,8 @@ from svdpp.worker.tensor_files import LatentCheckpoints
 CPU = torch.device("cpu")
 
 
-class _Clock:
-    """Clock that advances only while the clip writer waits.
+class _FakeClock:
+    """Stand-in for the clock of a stage, which advances only while the clip writer waits.
 
     The object is also the stage's transport, reporter and clip writer.
     """
@@ -71,7 +71,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
 
     A bench warms up in one call, and measures in the next one.
     """
-    clock = _Clock()
+    clock = _FakeClock()
     times = SimpleNamespace(monotonic=clock.monotonic, time=time.time)
     monkeypatch.setattr(stage, "time", times)
     alone = _stage(clock, lambda _: False)
@@ -86,7 +86,7 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
 
 
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:
-    clock, cancelled = _Clock(), set[int]()
+    clock, cancelled = _FakeClock(), set[int]()
     alone = _stage(clock, cancelled.__contains__)
     actions, jobs = _work(0)
     alone.enqueue(actions, jobs)
@@ -118,7 +118,7 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
         return {"latents": torch.zeros(1, 4, 2, 8, 8)}
 
     monkeypatch.setattr(DummyModel, "encode", encode)
-    clock = _Clock()
+    clock = _FakeClock()
     alone, batches = _stage(clock, lambda _: False), (_work(0), _work(1, seed=1))
     with nullcontext() if is_of_clip else pytest.raises(Exception, match=r"CUDA|memory|checkpoint"):
         for actions, jobs in batches:
@@ -134,7 +134,7 @@ def test_memory_pressure_during_an_action_stays_with_the_clip(
     monkeypatch: pytest.MonkeyPatch, short_during: str | None
 ) -> None:
     """Memory pressure during an action is recorded for the clip, even if it ends later."""
-    alone = _stage(_Clock(), lambda _: False)
+    alone = _stage(_FakeClock(), lambda _: False)
     actions, jobs = _work(0)
     alone.enqueue(actions, jobs)
     marks = []
@@ -155,7 +155,7 @@ def test_memory_pressure_during_an_action_stays_with_the_clip(
 
 def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Path) -> None:
     key, output = "0" * 64, OutputConfig(path="present_0.mp4")
-    checkpoints, clock = LatentCheckpoints(tmp_path, {}), _Clock()
+    checkpoints, clock = LatentCheckpoints(tmp_path, {}), _FakeClock()
     checkpoints.save(key, Packet(0, 1, 0.0, {"latents": torch.zeros(1, 4, 2, 8, 9)}))
     alone = _stage(clock, lambda _: False)
     alone._context.checkpoint_writer = Mock(folder=checkpoints)
@@ -174,8 +174,8 @@ def test_a_checkpoint_of_other_tensors_names_its_clip_and_its_file(tmp_path: Pat
 THEIRS = {"prediction": torch.ones(1)}
 
 
-class _Links:
-    """Links to a simulated partner, which sends a prediction for each step.
+class _PartnerTransport:
+    """Stand-in for a rank's transport, with a partner that sends a prediction for each step.
 
     At step `dropped`, it sends a tombstone, because it drops the clip.
     """
@@ -220,7 +220,7 @@ def _predict() -> Tensors:
 def test_both_ranks_send_one_message_for_each_step_until_one_drops_the_clip(
     dropped: int | None, num_steps: int, calls: str
 ) -> None:
-    links = _Links(dropped)
+    links = _PartnerTransport(dropped)
     pair = _pair(links, Packet(0, 2, 0.0, {}))
     for step in range(2, 2 + num_steps):
         with pytest.raises(ClipCancelledError) if dropped else nullcontext():
@@ -235,7 +235,7 @@ def test_the_memory_pressure_of_one_rank_is_known_to_both() -> None:
     The exchange of predictions tells the other rank, because the second rank's packet is dropped
     after the last step.
     """
-    links, clip = _Links(), Packet(0, 2, 0.0, {})
+    links, clip = _PartnerTransport(), Packet(0, 2, 0.0, {})
     pair = _pair(links, clip)
     links.memory_pressure = True
     pair.exchange(2, _predict)

@@ -42,8 +42,8 @@ def test_real_ranks_report_the_bytes_that_they_move_and_their_memory() -> None:
     assert of_middle["resident_bytes"] > 2**20
 
 
-class _Nvml:
-    """Stand-in for NVML, with or without the power of the GPU."""
+class _FakeNvml:
+    """Stand-in for the NVML library, with or without the power of the GPU."""
 
     NVMLError = RuntimeError
 
@@ -64,6 +64,6 @@ class _Nvml:
 
 @pytest.mark.parametrize(("tells_power", "watts"), [(True, 412.5), (False, None)])
 def test_a_gpus_values_are_in_plain_units(tells_power: bool, watts: float | None) -> None:
-    found = read_gpu(_Nvml(tells_power=tells_power), None)
+    found = read_gpu(_FakeNvml(tells_power=tells_power), None)
     assert found == {"gpu_load": 0.37, "gpu_memory_bytes": 5 * 2**30, "gpu_watts": watts}
     RankStats(sent_bytes=0, received_bytes=0, resident_bytes=1, **found)
