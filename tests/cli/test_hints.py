@@ -62,7 +62,7 @@ def _texts() -> Iterator[str]:
 
 
 def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the syntax nodes at `node` that are a docstring, or a description in Markdown."""
+    """Yield the nodes of svdpp's source that are docstrings or descriptions in Markdown."""
     if isinstance(node, ast.Expr):
         yield node.value
     elif isinstance(node, ast.keyword) and node.arg in ("description", "help"):

@@ -76,7 +76,7 @@ def _call(context: LaunchContext, argument: tuple[RankFunction, tuple[Any, ...]]
     context.channel.send(json.dumps(function(context, *arguments)).encode())
 
 
-def _tensors(seed: int) -> dict[str, torch.Tensor]:
+def _random_tensors(seed: int) -> dict[str, torch.Tensor]:
     """Return a tensor of random bits, also NaN, for each dtype. One tensor is not contiguous."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**15), 2**15, (3, 5, 7), dtype=torch.int16, generator=generator)
@@ -109,7 +109,7 @@ def _relay(context: LaunchContext, clips: int) -> dict[str, Any]:
     rank, last = context.world.rank, context.world.size - 1
     equal = 0
     for clip in range(clips):
-        expected = _tensors(clip)
+        expected = _random_tensors(clip)
         if rank == 0:
             packet = Packet(clip, 4, 100.0 + clip, expected, compute_seconds=0.5)
         else:
@@ -146,7 +146,7 @@ def _send_to_slow_receiver(context: LaunchContext) -> list[float]:
     Rank 0 returns the time after each send; rank 1 returns the time when it begins to receive.
     """
     transport = _transport(context, [])
-    tensors = _tensors(0)
+    tensors = _random_tensors(0)
     if context.world.rank == 0:
         sent_after = []
         for clip in range(3):

@@ -205,7 +205,7 @@ KEYS = ["a" * 64, "b" * 64]
 
 
 def _requests(folder: Path) -> list[ClipRequest]:
-    """Return requests of two clips, which resume from the latest latent checkpoints in `folder`."""
+    """Return requests that resume two clips from their latest latent checkpoints in `folder`."""
     return [
         ClipRequest(seed=seed, latents_key=key, done_steps=max([0, *saved_steps(folder, key)]))
         for seed, key in enumerate(KEYS)

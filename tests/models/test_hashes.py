@@ -14,7 +14,7 @@ from tests.support.range_checks import read_folder
 
 
 @pytest.fixture(autouse=True)
-def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def hashed_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the files that were read to be hashed in the test. The cache of hashes is new."""
     digest, names = hashlib.file_digest, []
 
@@ -35,7 +35,7 @@ def clear_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_file_is_read_again_only_after_a_change(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hashed_files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"first")
@@ -43,22 +43,22 @@ def test_a_file_is_read_again_only_after_a_change(
     assert [cached_sha256(path), cached_sha256(path)] == [expected] * 2
     clear_hashes(monkeypatch)
     assert cached_sha256(path) == expected
-    assert read == ["a"]
+    assert hashed_files == ["a"]
     times = path.stat()
     path.write_bytes(b"other")  # with the same size and modification time
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert cached_sha256(path) == hashlib.sha256(b"other").hexdigest()
-    assert read == ["a", "a"]
+    assert hashed_files == ["a", "a"]
 
 
 def test_a_file_that_may_still_change_is_not_remembered(
-    tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, hashed_files: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hashes, "SETTLED_SECONDS", 60.0)
     path = tmp_path / "a"
     path.write_bytes(b"first")
     assert cached_sha256(path) == cached_sha256(path)
-    assert read == ["a", "a"]
+    assert hashed_files == ["a", "a"]
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"a": 1}', b'{"a": [1, 2]}', b"\xff"])

@@ -60,7 +60,7 @@ def changed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _set_source(folder: Path, part: str, **place: Any) -> None:
-    """Set a component's source (repository, subfolder, revision) in a modular index."""
+    """Set where the index of a modular checkpoint says that a component's files are."""
     index = json.loads((folder / INDEX).read_text())
     where = index[part][2]
     where |= {"pretrained_model_name_or_path": None, "subfolder": part, "revision": None}

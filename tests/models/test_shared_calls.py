@@ -51,7 +51,7 @@ def run_in_pair(ranks: list[Rank], block: Block) -> list[Any]:
 
 
 def guided_block(*scales: float) -> Block:
-    """Return a stand-in for a guided block: it calls the denoiser for each scale, and sums up."""
+    """Return a stand-in for a guided block, which sums the denoiser's results for all scales."""
 
     def block(call: Callable[..., Any], latent: torch.Tensor) -> Any:
         results = [call(latent + 0, scale=scale) for scale in scales]

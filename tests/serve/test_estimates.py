@@ -141,7 +141,7 @@ def _running_clip(
 
 @pytest.fixture
 def estimates(store: JobQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[..., EtaEstimator]:
-    """Function that returns the ETA estimator of a server with the given clips.
+    """Function that returns the ETA estimator of a server whose ranks have the given clips.
 
     A clip takes 1 s to encode, 2 s for each step, and 4 s to decode.
     """

@@ -115,7 +115,7 @@ def _a_clip_is_cancelled_at_any_server(pair: Pair) -> None:
 
 
 def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
-    """Clips in progress survive an outage of the database. New requests get status 503."""
+    """Check that clips in progress survive an outage of the database; new ones get status 503."""
     maker, other, begun = _begin_one_clip(pair, seed=8, steps=300)
     ids = {begun: 8, maker.add(seed=9)[0]: 9}
     with maker.events(begun) as events:
@@ -144,7 +144,7 @@ def _clips_survive_the_database(pair: Pair, postgres: Postgres) -> None:
 def _an_upload_that_the_database_interrupts_is_answered(
     server: HttpServer, folder: Path, postgres: Postgres, database: str
 ) -> None:
-    """A request during a restart of the database gets a response.
+    """Check that a request during a restart of the database gets a response.
 
     If its job is not stored, the job's files are removed within two hours.
     """
@@ -165,7 +165,7 @@ def _an_upload_that_the_database_interrupts_is_answered(
 
 
 def _a_leaving_server_hands_back_what_it_has_not_finished(pair: Pair) -> None:
-    """A server that shuts down requeues its clip at once, before the lease expires."""
+    """Check that a server that shuts down requeues its clip at once, before the lease expires."""
     leaving, other, id = _begin_one_clip(pair, seed=6, steps=300)
     assert leaving.stop() == 0
     wait_made(other, {id: 6})

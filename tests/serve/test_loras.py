@@ -258,7 +258,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
 
 
 def _the_page_takes_loras(driver: Any, server: ServerHere) -> None:
-    """The page has a field for a LoRA, and a clip that is made again keeps its LoRA."""
+    """Check that the page has a field for a LoRA, and that a clip made again keeps its LoRA."""
     with contextmanager(opened)(driver, server) as page:
         page.wait(lambda: len(page.all(".card")) == 4)
         page.fill("prompt", "the sea")

@@ -252,7 +252,7 @@ def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path
 
 
 def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
-    """A restarted server continues the clip. Without a grace period it ends at once.
+    """Check that a restarted server continues its clip, and without a grace period ends at once.
 
     An open event stream, or a client that waits for its clip, does not delay the end.
     """

@@ -56,7 +56,7 @@ def _proven(server: HttpServer, id: str) -> None:
 
 
 def _clips_survive_the_store(server: HttpServer, swift: Swift) -> None:
-    """While the store is down, a clip in progress is finished, and published later.
+    """Check that a clip in progress is finished while the store is down, and published later.
 
     New requests get status 503.
     """
