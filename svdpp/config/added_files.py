@@ -41,19 +41,19 @@ class AddedFile:
 
     @property
     def part(self) -> str:
-        """Name of the denoiser, as a component, whose weights the file changes or replaces."""
+        """Component name of the denoiser that the LoRA or GGUF file changes or replaces."""
         return "transformer_2" if self.expert == "low" else "transformer"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoiser(AddedFile):
-    """Quantised denoiser in a GGUF file, which replaces a denoiser of the checkpoint."""
+    """Requested GGUF file, whose quantised denoiser replaces a denoiser of the checkpoint."""
 
     config_field, noun, suffix = "denoisers", "denoiser", ".gguf"
 
 
 def parse_denoiser(text: str) -> Denoiser:
-    """Parse the value of `--denoiser`.
+    """Return the `Denoiser` that a value of `--denoiser` requests, such as `a.gguf:low`.
 
     Args:
         text: Path of a GGUF file. In a model with two denoisers, `:high` or `:low` at the end of

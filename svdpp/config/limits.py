@@ -63,7 +63,7 @@ def max_threads() -> int:
 
 
 def require(condition: bool, message: str, hint: str = "", **details: Any) -> None:
-    """Check that `condition` is true.
+    """Raise a `RequestError` with `message` and `hint` unless `condition` is true.
 
     Args:
         condition: Result of the check.
@@ -79,7 +79,7 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
 
 
 def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> None:
-    """Check that a value is an int in a range; `True` and `2.0` are not ints.
+    """Raise a `RequestError` unless a field's value is an int in a range; `True` and `2.0` are not.
 
     Args:
         name: Name of the field, such as `num_inference_steps`.
@@ -104,7 +104,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Check that a value is a number of seconds above 0, at most a week.
+    """Raise a `RequestError` unless a field's value is in seconds, above 0 and at most a week.
 
     Args:
         name: Name of the field.
@@ -124,7 +124,7 @@ def check_seconds(name: str, value: Any) -> None:
 
 
 def check_type(name: str, value: Any, *types: type) -> None:
-    """Check that a value has one of several types exactly, not a subclass.
+    """Raise a `RequestError` unless a field's value has exactly one of the types, not a subclass.
 
     Args:
         name: Name of the field.
@@ -143,7 +143,7 @@ def check_type(name: str, value: Any, *types: type) -> None:
 
 
 def check_choice(name: str, value: object, known: tuple[Any, ...]) -> None:
-    """Check that a value is one of the allowed values.
+    """Raise a `RequestError` unless a field's value is one of the allowed values.
 
     Args:
         name: Name of the field.
@@ -170,7 +170,7 @@ def is_number(value: Any) -> bool:
 
 
 def detail_value(value: Any) -> Any:
-    """Return a value for an error's `details`, which are JSON: a number, a bool, None or a text.
+    """Convert a value for an error's `details`, which are JSON: a number, a bool, None or a text.
 
     Values of any other type are converted to text.
     """
@@ -188,7 +188,7 @@ def shown(value: Any) -> str:
 
 
 def read_small_file(path: Path, what: str, max_bytes: int = SMALL_FILE_BYTES) -> bytes:
-    """Read a regular file. Pipes and devices are rejected, because reading them could block.
+    """Read a regular file up to a size limit; refuse pipes and devices, because they could block.
 
     Args:
         path: Path of the file.

@@ -55,7 +55,7 @@ _FIELDS = ("name", "scale", "weight", "expert")
 
 
 def parse_loras(value: object) -> tuple[Lora, ...]:
-    """Parse one or more LoRAs from a text, an object or a list.
+    """Parse the LoRAs that a user requests, given as a text, an object or a list.
 
     Args:
         value: LoRAs as one of: a text `FILE[:WEIGHT][:high|:low]`; an object with the key `name`,

@@ -191,12 +191,12 @@ class ModelConfig:
 
 
 def is_built_in(model: ModelConfig) -> bool:
-    """Whether the family is known without reading files: the model is SVD, `demo` or `dummy`."""
+    """Whether the model is SVD, `demo` or `dummy`, whose family is known without reading files."""
     return model.family is None and model.name in (DEFAULT_MODEL, DEMO_MODEL, DUMMY_MODEL)
 
 
 def sampling_defaults(model_name: str) -> Mapping[str, Any]:
-    """Return the defaults of a demo model that differ from diffusers'; empty for other models.
+    """Return a demo model's own defaults of sampling parameters; empty for other models.
 
     Args:
         model_name: Name of the model, as in `ModelConfig.name`.
@@ -214,7 +214,7 @@ def sampling_of_model(
     num_references: int = 0,
     memory_opt: bool = False,
 ) -> SamplingConfig:
-    """Return sampling parameters with the given values, and with defaults for all others.
+    """Return a model's sampling parameters: the given values, and defaults for all others.
 
     If the model has its own default for a parameter, that is used in place of diffusers'.
 
@@ -256,7 +256,7 @@ def sampling_of_model(
 
 
 def _with_old_names(kind: type[_Config]) -> type[_Config]:
-    """Add deprecated arguments and properties to a class, one for each field of `ParallelConfig`.
+    """Add deprecated arguments and properties to `PipelineConfig`: the fields of `ParallelConfig`.
 
     Until svdpp 0.3, `PipelineConfig` itself had these fields, under the names of the command-line
     options. The arguments and properties will be removed with the next version.
@@ -376,7 +376,7 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Sizes of a decode's chunks or tiles, as in `Layout.chunks`; empty: not known yet."""
+        """Sizes of the chunks or tiles in which clips are decoded; empty: not known yet."""
         if self.tiles:
             return self.tiles
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
@@ -388,11 +388,11 @@ class PipelineConfig:
         return not self.model.is_dummy or self.model.dummy_sleeps
 
     def single_rank(self) -> PipelineConfig:
-        """Return a copy of this configuration for one rank."""
+        """Return a copy of this `PipelineConfig` for one rank."""
         return replace(self, world_size=1, parallel=ParallelConfig(), costs=CostModel())
 
     def data_parallel(self) -> PipelineConfig:
-        """Return a copy of this configuration in which each rank makes whole clips."""
+        """Return a copy of this `PipelineConfig` in which each rank makes whole clips."""
         return replace(self, parallel=ParallelConfig(data_parallel_size=self.world_size))
 
 
@@ -418,7 +418,7 @@ def reference_names(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """Format and quality of the files of clips."""
+    """Format and quality in which clips are written to files."""
 
     format: VideoFormat = "mp4"
     crf: int = 18
@@ -513,7 +513,7 @@ class ClipRequest:
 
     @property
     def files(self) -> dict[str, tuple[str, str | None]]:
-        """Path of each input file, and its SHA-256 (None if unknown), by name."""
+        """Path of each input file of the clip, and its SHA-256 (None if unknown), by name."""
         images = {
             IMAGE: (self.image, self.image_sha256),
             LAST_IMAGE: (self.last_image, self.last_image_sha256),
@@ -529,7 +529,7 @@ class ClipRequest:
 
 
 def check_prompt(name: str, text: object) -> None:
-    """Check that `text` is a prompt, or None for no prompt.
+    """Raise a `RequestError` unless a field's value is a valid prompt, or None for no prompt.
 
     Args:
         name: Name of the field, such as `prompt`.
@@ -631,7 +631,7 @@ def sampling_fields(family: str) -> tuple[str, ...]:
 
 
 def parameters_sha256(metadata: Mapping[str, Any]) -> str:
-    """Return the SHA-256, in hex, of the fields that identify a clip.
+    """Return the SHA-256, in hex, of the JSON fields that identify a clip.
 
     Args:
         metadata: JSON of a clip.

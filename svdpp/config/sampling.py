@@ -57,17 +57,17 @@ class Param:
 
     @property
     def option(self) -> str:
-        """Command-line option of the parameter, such as `--steps` or `--param strength`."""
+        """Command-line option of a sampling parameter, such as `--steps` or `--param strength`."""
         is_shared = self.name in SHARED
         return f"--{self.field.replace('_', '-')}" if is_shared else f"--param {self.name}"
 
     @property
     def field(self) -> str:
-        """Name of the parameter in HTTP requests and benchmarks."""
+        """Name of a sampling parameter in HTTP requests and benchmarks."""
         return self.api or self.name
 
     def check(self, value: Any) -> None:
-        """Check that a value has this parameter's type and is in its range.
+        """Raise a `RequestError` unless a value has the parameter's type and is in its range.
 
         Args:
             value: Value of any type; None is allowed if the default is None.
@@ -180,7 +180,7 @@ def params_by_field(kind: Any) -> dict[str, Param]:
 
 
 def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) -> int:
-    """Return the allowed number of frames that is closest to a duration.
+    """Return the number of frames, of those that a family allows, that is closest to a duration.
 
     Args:
         seconds: Duration of the clip.
@@ -306,11 +306,11 @@ class CommonSampling:
 
     @property
     def steps_unit(self) -> int:
-        """Number of which `num_inference_steps` must be a multiple, such as a clip's chunks."""
+        """Number, such as that of a clip's chunks, that must divide `num_inference_steps`."""
         return 1
 
     def with_few_steps(self, lowest: int, num_ranks: int) -> Self:
-        """Return a copy with few steps, for a trial or a measurement.
+        """Return a copy of the sampling parameters with few steps, for a trial or a measurement.
 
         Args:
             lowest: Smallest number of steps of the copy. The family may need more, or may have a
@@ -324,7 +324,7 @@ class CommonSampling:
         return replace(self, num_inference_steps=math.ceil(lowest / unit) * unit)
 
     def check_videos(self, names: Collection[str]) -> None:
-        """Check that a clip has all further videos that the family takes, and no others.
+        """Raise a `RequestError` unless a clip has all further videos of its family, and no others.
 
         Args:
             names: Names of the clip's videos, such as `face_video`, without its input.
@@ -344,7 +344,7 @@ class CommonSampling:
             require(name in names, wrong, f"give `video` {name}=FILE")
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy in which None is replaced by the values that diffusers would use.
+        """Return a copy of the sampling parameters with diffusers' values in place of None.
 
         Args:
             model_frames: Number of frames in the model's config.
@@ -395,7 +395,7 @@ class PromptedSampling(CommonSampling):
 
 
 def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
-    """Check that height and width are in range and multiples of a number of pixels.
+    """Raise a `RequestError` unless a clip's height and width are in range and multiples of a unit.
 
     Args:
         sampling: Sampling parameters with height and width.

@@ -35,7 +35,7 @@ class Tolerance:
 
     @property
     def is_bitwise(self) -> bool:
-        """Whether no difference is allowed."""
+        """Whether the tolerance allows no difference, so that all bits must be equal."""
         return self.atol == 0 and self.rtol == 0
 
     def __str__(self) -> str:

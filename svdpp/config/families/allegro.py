@@ -47,7 +47,9 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    """Check that whole tiles cover the clip. The VAE leaves pixels outside of whole tiles black.
+    """Raise a `RequestError` unless whole tiles of Allegro's VAE cover a clip.
+
+    The VAE leaves pixels outside of whole tiles black.
 
     Raises:
         RequestError: Whole tiles do not cover all frames and pixels; the hint names the nearest

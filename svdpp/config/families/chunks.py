@@ -8,7 +8,7 @@ from svdpp.config.limits import require
 
 
 def check_steps_of_chunks(_: object, sampling: Any) -> None:
-    """Check that all chunks of a clip have the same number of steps.
+    """Raise a `RequestError` unless a clip's steps can be divided equally among its chunks.
 
     Specs use this function as `FamilySpec.check_sampling`.
 

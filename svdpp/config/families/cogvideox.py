@@ -47,7 +47,7 @@ class CogVideoXFromVideoSampling(CogVideoXBaseSampling):
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the number of latent channels of the VAE.
+    """Return the number of channels of CogVideoX's latent, from the VAE's config.
 
     The denoiser's `in_channels` cannot be used: for clips from an image it is twice as large.
     """
@@ -55,7 +55,7 @@ def _latent_channels(pipe: Any) -> int:
 
 
 def _latent_frames(pipe: Any, _: Any, frames: int) -> int:
-    """Return the number of latent frames, rounded up to whole patches in time.
+    """Return CogVideoX's number of latent frames, rounded up to whole patches in time.
 
     CogVideoX 1.5 adds latent frames to fill the last patch, and removes them before the decode.
     """

@@ -1,4 +1,7 @@
-"""Echo, which makes video and sound with LTX-2's components in a fixed number of steps."""
+"""Sampling parameters and spec of Echo, which makes video and sound in a fixed number of steps.
+
+Echo uses components of LTX-2.
+"""
 
 from __future__ import annotations
 

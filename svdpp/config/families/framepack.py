@@ -37,7 +37,7 @@ class FramepackSampling(PromptedSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks: every chunk has the same number of steps."""
+        """Number of chunks of the clip, of which `num_inference_steps` must be a multiple."""
         return _chunks_of(self)
 
 
@@ -46,7 +46,7 @@ def _chunks_of(sampling: Any) -> int:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the pipeline's arguments: the steps of one chunk, and `num_frames` for all chunks.
+    """Return the call arguments of FramePack: the steps of one chunk, and the frames of all chunks.
 
     The pipeline computes the number of chunks as `num_frames` / `_WINDOW`.
     """

@@ -8,7 +8,7 @@ from svdpp.config.limits import require
 
 
 def check_frames_from_image(_: object, sampling: Any) -> None:
-    """Check that a clip from an image has more than one frame.
+    """Raise a `RequestError` if a clip from an image has only one frame.
 
     Specs use this function as `FamilySpec.check_sampling`.
 
@@ -27,7 +27,9 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
 
 
 def check_video_frames(sampling: Any) -> None:
-    """Check that the VAE can encode `video_frames` frames: 1, and then groups of `frames_unit`.
+    """Raise a `RequestError` unless the VAE can encode `video_frames` frames of the input video.
+
+    It can encode 1 frame, and then groups of `frames_unit`.
 
     Args:
         sampling: Sampling parameters with `video_frames`.

@@ -29,7 +29,7 @@ _SKIPPED_LAYERS: Mapping[str, tuple[object, ...]] = {
 
 
 def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
-    """Check the configs of the guiders that a checkpoint has.
+    """Raise a `ModelError` if svdpp does not support the config of one of a checkpoint's guiders.
 
     Args:
         configs: Configs of the checkpoint.
@@ -72,7 +72,10 @@ def _check_guider(configs: CheckpointConfigs, name: str) -> None:
 
 
 def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> None:
-    """Check one entry of `skip_layer_config`; `layers` is the denoiser's number of layers."""
+    """Check that an entry of `skip_layer_config` in a checkpoint's guider names layers by index.
+
+    `layers` is the denoiser's number of layers.
+    """
     values = entry if isinstance(entry, Mapping) else {}
     indices = values.get("indices")
     if not (

@@ -1,4 +1,4 @@
-"""Helios, which makes a clip in chunks."""
+"""Sampling parameters and specs of Helios, which makes a clip in chunks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FROM_VIDEO = {"video_frames": replace(VIDEO_FRAMES, lowest=_CHUNK)}
 
 
 def _frames_of(chunks: int) -> int:
-    """Return the number of frames of a clip with the given number of whole chunks."""
+    """Return the number of frames of a Helios clip that consists of `chunks` whole chunks."""
     return (_CHUNK * chunks - 1) // _TEMPORAL * _TEMPORAL + 1
 
 
@@ -53,12 +53,12 @@ class HeliosBaseSampling(PromptedSampling):
 
     @property
     def chunks(self) -> int:
-        """Number of chunks of the clip."""
+        """Number of chunks in which Helios makes the clip."""
         return -(-self.num_frames // _CHUNK)
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks: every chunk has the same number of steps."""
+        """Number of chunks of the clip, of which `num_inference_steps` must be a multiple."""
         return self.chunks
 
     def _check_frames(self) -> None:
@@ -96,27 +96,27 @@ class HeliosFromVideoSampling(HeliosBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosPyramidBaseSampling(HeliosBaseSampling):
-    """Sampling parameters of pipelines that make each chunk in stages, small frames first."""
+    """Sampling parameters of Helios pipelines that make each chunk in stages of rising size."""
 
     side_unit: ClassVar[int] = 16 * 2 ** (_STAGES - 1)
 
     @property
     def num_stages(self) -> int:
-        """Number of stages of all chunks together: each chunk has `_STAGES` stages."""
+        """Number of pyramid stages of all chunks of a clip together: `_STAGES` in each chunk."""
         return _STAGES * self.chunks
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks, among which the steps are divided equally."""
+        """Number of pyramid stages of all chunks, which must divide `num_inference_steps`."""
         return self.num_stages
 
     @property
     def steps_per_stage(self) -> int:
-        """Number of steps of each stage; distilled models run twice as many in the first chunk."""
+        """Number of steps of each pyramid stage; distilled models run twice as many in chunk 0."""
         return self.num_inference_steps // self.steps_unit
 
     def place_of(self, step: int) -> StepPlace:
-        """Return the stage to which a step belongs, and whether the step is the stage's last.
+        """Return a step's pyramid stage in its chunk, and whether the step is the stage's last.
 
         Args:
             step: Index of the step in the clip, from 0.
@@ -147,7 +147,7 @@ class HeliosPyramidFromVideoSampling(HeliosPyramidBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
-    """Sampling parameters of distilled models.
+    """Sampling parameters that all pipelines of distilled Helios models share.
 
     By default, each stage has 2 steps, as in the published model.
     """
@@ -157,14 +157,14 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of stages of all chunks; the stages of the first chunk count twice.
+        """Number of pyramid stages (the first chunk's count twice), which must divide the steps.
 
         A stage of the first chunk has twice as many steps as a stage of any other chunk.
         """
         return self.num_stages + _STAGES
 
     def place_of(self, step: int) -> StepPlace:
-        """Return the stage to which a step belongs, and whether the step is the stage's last.
+        """Return a step's pyramid stage in its chunk, and whether the step is the stage's last.
 
         A stage of the first chunk has twice as many steps as a stage of any other chunk.
 
@@ -197,7 +197,7 @@ class HeliosDistilledFromVideoSampling(HeliosDistilledBaseSampling):
 
 
 class StepPlace(NamedTuple):
-    """Place of a denoising step in its chunk."""
+    """Place of a step in its chunk of a Helios clip: its stage, and whether it ends the stage."""
 
     stage: int
     """Index of the step's stage in the chunk, from 0."""
@@ -206,13 +206,13 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the pipeline's arguments: steps of one chunk, and frames of all chunks together."""
+    """Return Helios' call arguments: the steps of one chunk, and the frames of all chunks."""
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the pipeline's arguments: steps of each stage, and frames of all chunks together."""
+    """Return call arguments of Helios' pyramid pipelines: steps of each stage, and all frames."""
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
 
@@ -239,7 +239,7 @@ def _check_distilled(checkpoint: object, sampling: Any) -> None:
 
 
 def _latent_divisor(sampling: Any, step: int) -> int:
-    """Return how many times smaller than in the last stage the latent's sides are.
+    """Return by which factor the sides of a Helios latent are smaller than in the last stage.
 
     `step` is the number of finished steps. The result is 4, 2 or 1: each stage doubles the sides.
     """
@@ -248,7 +248,7 @@ def _latent_divisor(sampling: Any, step: int) -> int:
 
 
 def _distilled_latent_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
-    """Return the dtype of the latent after a number of steps.
+    """Return the dtype of the latent of a distilled Helios model after a number of steps.
 
     A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. Any
     other step returns the dtype that the latent had at the start of its stage.
@@ -338,7 +338,7 @@ HELIOS_DISTILLED = replace(
 
 
 def _from_video(spec: FamilySpec, sampling: type[Any], title: str) -> FamilySpec:
-    """Return a copy of `spec` for clips that continue a video, with the same pipeline class."""
+    """Return a copy of a Helios spec, with the same pipeline, for clips that continue a video."""
     pipeline = spec.image_pipeline
     assert pipeline is not None
     return replace(

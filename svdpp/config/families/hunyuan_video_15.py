@@ -20,7 +20,7 @@ from svdpp.config.sampling import PromptedSampling
 
 @dataclass(frozen=True, kw_only=True)
 class HunyuanVideo15BaseSampling(PromptedSampling):
-    """Sampling parameters of HunyuanVideo-1.5, from text or an image, with diffusers' defaults."""
+    """Sampling parameters that all pipelines of HunyuanVideo-1.5 share, with their defaults."""
 
     side_unit: ClassVar[int] = 16
     frames_unit: ClassVar[int] = 4
@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes of clips from an image, and that `max_sequence_length` has no effect."""
+    """Return a HunyuanVideo-1.5 checkpoint's sizes of clips from an image, and unused parameter."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -62,7 +62,9 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips need, may have or must not have an input image.
+    """Check a modular HunyuanVideo-1.5 checkpoint; return whether its clips take an input image.
+
+    They need one, may have one, or must not have one.
 
     The modular pipeline can make clips from text and from images. But each published checkpoint is
     trained for only one of the two. Only checkpoints for images have an image encoder.

@@ -40,7 +40,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(_: object, sampling: Any) -> None:
-    """Check that a clip from an image has at least 17 frames.
+    """Raise a `RequestError` if a Kandinsky 5 clip from an image has fewer than 17 frames.
 
     The pipeline normalises the first four latent frames with statistics of the later latent frames.
     So it needs a fifth one, which clips of 17 or more frames have.
@@ -58,7 +58,10 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the latent's number of channels; some checkpoints add an image and a mask to it."""
+    """Return Kandinsky 5's number of latent channels, with those of an added image and mask.
+
+    Only some checkpoints add them.
+    """
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels
 

@@ -23,7 +23,7 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the only possible number of frames, and that `max_sequence_length` has no effect."""
+    """Return a Latte checkpoint's only possible number of frames, and its unused parameter."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

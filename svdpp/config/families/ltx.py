@@ -75,7 +75,7 @@ class LtxConditionSampling(PromptedSampling):
 
 
 def check_vae(configs: CheckpointConfigs) -> bool:
-    """Return whether the VAE's decoder is conditioned on a timestep.
+    """Check an LTX VAE, and return whether its decoder is conditioned on a timestep.
 
     Raises:
         ModelError: The VAE's decoder draws noise from torch's global generator.
@@ -103,7 +103,7 @@ def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def ltx_generator_device(checkpoint: CheckedCheckpoint, sampling: Any, device: str) -> str:
-    """Return the device of the clip's random generator: the CPU if diffusers allows this.
+    """Return the device of an LTX clip's random generator: the CPU if diffusers allows this.
 
     If the VAE's decoder is conditioned on a timestep, `LTXImageToVideoPipeline` calls `torch.randn`
     with the pipeline's device, which would fail with a generator on the CPU.

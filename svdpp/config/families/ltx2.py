@@ -112,7 +112,7 @@ class Ltx2ReferenceSampling(Ltx2BaseSampling):
 
     @property
     def reference_frames(self) -> int:
-        """Number of frames of the reference, which is a video as long as the clip."""
+        """Number of frames of LTX-2's reference, which is a video as long as the clip."""
         return self.num_frames
 
 
@@ -126,7 +126,7 @@ class Ltx2InContextSampling(Ltx2ReferenceSampling):
 
     @property
     def reference_frames(self) -> int:
-        """Number of frames of the reference, which is an image."""
+        """Number of frames of LTX-2's reference, which is an image: 1."""
         return 1
 
 
@@ -163,7 +163,7 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
 
     @property
     def step_axes(self) -> str:
-        """Axes of the latent after a step.
+        """Axes of an LTX-2 latent after a step, as letters; `latent_axes` are those before step 0.
 
         For clips from an image, the steps return a latent whose positions (axis N) are unpacked to
         frames, height and width.
@@ -173,7 +173,7 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
 
 @dataclass(frozen=True)
 class VideoCondition:
-    """Image that a clip shows at one frame; has the fields of `LTX2VideoCondition`."""
+    """Image that an LTX-2 clip shows at one frame, with the fields of `LTX2VideoCondition`."""
 
     frames: Any
     """PIL image that the clip shows."""
@@ -188,7 +188,7 @@ class VideoCondition:
 
 @dataclass(frozen=True)
 class ReferenceCondition:
-    """Image or video that the denoiser attends to; has the fields of `LTX2ReferenceCondition`."""
+    """Image or video that LTX-2 attends to, with the fields of `LTX2ReferenceCondition`."""
 
     frames: Any
     """PIL image, or the list of a video's PIL images."""
@@ -308,7 +308,7 @@ def _check_reference(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _reference_positions(pipe: Any, sampling: Any) -> int:
-    """Return the number of latent positions of the reference; they follow those of the clip."""
+    """Return the number of latent positions of LTX-2's reference; they follow the clip's."""
     factor = sampling.reference_downscale_factor * pipe.vae_spatial_compression_ratio
     frames = (sampling.reference_frames - 1) // pipe.vae_temporal_compression_ratio + 1
     return int(frames * (sampling.height // factor) * (sampling.width // factor))

@@ -1,4 +1,4 @@
-"""MiniMax-H3, which makes video and sound, also from references."""
+"""Sampling parameters and specs of MiniMax-H3, which makes video and sound."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return the latent's number of channels: the number of values in a patch of the VAE's latent.
+    """Return MiniMax-H3's number of latent channels: the values in a patch of the VAE's latent.
 
     The pipeline packs each patch into one position of the latent.
     """

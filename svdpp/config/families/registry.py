@@ -92,7 +92,7 @@ LAST_IMAGE_FAMILIES = tuple(
 
 
 def check_takes_last_image(family: str) -> None:
-    """Check that a family's pipeline takes a last image, which is the clip's last frame.
+    """Raise a `RequestError` unless a family takes a last image, which is the clip's last frame.
 
     Raises:
         RequestError: The pipeline takes no last image; the hint names the families that take one.
@@ -110,7 +110,7 @@ REFERENCE_FAMILIES = tuple(name for name, spec in FAMILY_SPECS.items() if spec.m
 
 
 def check_references(family: str, count: int) -> None:
-    """Check that a clip of a family may have `count` references besides its input image.
+    """Raise a `RequestError` unless a family's clips may have `count` references besides the image.
 
     Args:
         family: Name of the family.
@@ -142,7 +142,7 @@ OPTION_PARAMS = {**params_of(PromptedSampling), **params_of(svd.SvdSampling)}
 
 
 def sampling_from(values: Mapping[str, Any]) -> SamplingConfig:
-    """Return sampling parameters with the given values, in the class of their family.
+    """Create the sampling parameters of the family that `values` names, with the given values.
 
     Args:
         values: Values by field name. Without the field `family`, the family is SVD.

@@ -53,7 +53,7 @@ class SkyReelsV2Sampling(SkyReelsV2BaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
-    """Sampling parameters of diffusion forcing from text or an image, with diffusers' defaults."""
+    """Sampling parameters of SkyReels-V2's diffusion forcing from text or an image."""
 
     family: Literal["skyreels_v2_df"] = "skyreels_v2_df"
 
@@ -82,7 +82,7 @@ class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
 
     @property
     def generated_frames(self) -> int:
-        """Number of frames that the pipeline generates: its argument `num_frames`."""
+        """Number of frames that SkyReels-V2's pipeline generates: its argument `num_frames`."""
         return self.frames - self.video_frames
 
 

@@ -27,16 +27,16 @@ FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 class ConfigFile(Protocol):
-    """JSON file of a checkpoint; implemented by `models.files.JsonFile`."""
+    """Interface of a JSON file in a checkpoint; implemented by `models.files.JsonFile`."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """Top-level values of the JSON object, by key."""
+        """Top-level values of a checkpoint's JSON file, by key."""
 
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
     ) -> ModelError:
-        """Return a `ModelError` that names the file.
+        """Return a `ModelError` that names this JSON file of a checkpoint.
 
         Args:
             message: Sentence without the file's name.
@@ -45,10 +45,10 @@ class ConfigFile(Protocol):
         """
 
     def positive_int(self, key: str, largest: int) -> int:
-        """Return the integer at `key`, from 1 to `largest`."""
+        """Return the integer at a key of a checkpoint's JSON file, which must be 1 to `largest`."""
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check that the value at `key` equals `expected`.
+        """Raise a `ModelError` unless a key of a checkpoint's JSON file has the expected value.
 
         Args:
             key: Key of the config.
@@ -57,30 +57,30 @@ class ConfigFile(Protocol):
         """
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that `key` is missing, null, false or empty; the error message gives `reason`."""
+        """Raise a `ModelError` unless a key of a JSON file is missing, null, false or empty."""
 
 
 class CheckpointConfigs(Protocol):
-    """JSON configs of a checkpoint; implemented by `models.checkpoint_configs.Configs`."""
+    """Interface of a checkpoint's JSON configs, as `models.checkpoint_configs.Configs` has it."""
 
     @property
     def index(self) -> ConfigFile:
-        """The file `model_index.json`, which lists the components."""
+        """File `model_index.json` of the checkpoint, which lists the components."""
 
     @property
     def classes(self) -> Mapping[str, str]:
-        """Name of each component's class, by the name of the component."""
+        """Class name of each component of the checkpoint, by component name."""
 
     def of(self, part: str, **defaults: Any) -> ConfigFile:
-        """Return the config of the component `part`; missing keys get values from `defaults`."""
+        """Return the config of a checkpoint's component, with `defaults` for missing keys."""
 
 
 class CheckedCheckpoint(Protocol):
-    """Checkpoint with checked configs; implemented by `models.checkpoint.Checkpoint`."""
+    """Interface of a checkpoint, with checked configs, that `models.checkpoint.Checkpoint` has."""
 
     @property
     def scheduler_class(self) -> str | None:
-        """Class name of the scheduler; None: the family's pipelines have no scheduler."""
+        """Class name of the checkpoint's scheduler; None: the family's pipelines have none."""
 
     @property
     def scheduler_config(self) -> Mapping[str, Any]:
@@ -88,7 +88,7 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def decode_draws_noise(self) -> bool:
-        """Whether decoding a clip draws random numbers."""
+        """Whether decoding a clip of this checkpoint draws random numbers."""
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
@@ -107,13 +107,16 @@ class CheckedCheckpoint(Protocol):
 
 
 def two_images(first: Any, last: Any, _: Any) -> dict[str, Any]:
-    """Return the arguments `image` and `last_image`; see `FamilySpec.last_image_arguments`."""
+    """Return a pipeline's arguments `image` and `last_image`, for a clip's first and last frame.
+
+    See `FamilySpec.last_image_arguments`.
+    """
     return {"image": first, "last_image": last}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModularSpec:
-    """Facts that svdpp needs to run a modular pipeline.
+    """Part of a `FamilySpec`: facts that svdpp needs to run the family's modular pipeline.
 
     A modular pipeline of diffusers is a tree of blocks, which run in order and share a state.
     """
@@ -337,7 +340,7 @@ class FamilySpec:
 
     @property
     def pairs_are_exact(self) -> bool:
-        """Whether two ranks that share a step get the same bits as one rank.
+        """Whether clips of the family have the same bits if pairs of ranks share each step.
 
         They do if they divide whole calls of the denoiser. If they divide the batch of one call,
         the results may be rounded differently.
@@ -346,12 +349,12 @@ class FamilySpec:
 
     @property
     def components(self) -> frozenset[str]:
-        """Names of all components that any of the ranks may load."""
+        """Names of all components of the family's pipelines that any of the ranks may load."""
         return self.required_components.union(IMAGE_ENCODERS, self.denoisers, self.own_guiders)
 
     @property
     def own_guiders(self) -> frozenset[str]:
-        """Names of the guiders that a modular checkpoint may configure."""
+        """Names of the guiders that a modular checkpoint of the family may configure."""
         guiders = {} if self.modular is None else self.modular.guiders
         return frozenset(name for name in guiders if name in self.component_classes)
 
@@ -362,7 +365,7 @@ class FamilySpec:
         return frozenset((*encode_and_decode, self.denoisers[0], *self.shared_components))
 
     def pipeline(self, from_image: bool) -> str:
-        """Return the name of the pipeline class for clips from an image, or for clips from text."""
+        """Return the name of the family's pipeline class for clips from an image, or from text."""
         name = self.image_pipeline if from_image else self.text_pipeline
         assert name is not None
         return name

@@ -14,7 +14,7 @@ STRENGTH = Param(
 
 
 def all_steps(sampling: Any) -> dict[str, int]:
-    """Return `num_inference_steps` for a pipeline's call, so that it runs all steps of a clip.
+    """Return `num_inference_steps` for a video-to-video pipeline, so that it runs all steps.
 
     The pipeline runs only the fraction `strength` of the steps that it is given. So the argument is
     larger than the number of steps that the clip needs, unless `strength` is 1.
@@ -29,7 +29,7 @@ def all_steps(sampling: Any) -> dict[str, int]:
 
 
 def check_strength(_: object, sampling: Any) -> None:
-    """Check that a clip's schedule has at most `MAX_STEPS` steps.
+    """Raise a `RequestError` if `strength` needs a schedule of more than `MAX_STEPS` steps.
 
     The schedule has `num_inference_steps` / `strength` steps. A clip from a video runs only the
     last `num_inference_steps` of them.

@@ -59,7 +59,7 @@ class SvdSampling(CommonSampling):
         return self.max_guidance_scale > 1
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
-        """Return a copy in which None is replaced by the values that diffusers would use.
+        """Return a copy of the sampling parameters with diffusers' values in place of None.
 
         These values are `model_frames` for `num_frames`, and all frames for `decode_chunk_size`.
 
@@ -77,7 +77,10 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return half of the UNet's input channels; the other half is for the image's latent."""
+    """Return the number of channels of SVD's latent: half of the UNet's input channels.
+
+    The other half is for the image's latent.
+    """
     return int(pipe.unet.config.in_channels) // 2
 
 

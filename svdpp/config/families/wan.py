@@ -184,13 +184,13 @@ _MODULAR_BOUNDARY = 0.875
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether the denoiser has layers for an image embedding, which LoRAs could change."""
+    """Return whether Wan's denoiser has layers for an image embedding, which LoRAs could change."""
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
 def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips must have or must not have a last image.
+    """Return whether clips of a Wan checkpoint must have, or must not have, a last image.
 
     The result is empty if the denoiser embeds no image: the family's default rule then applies.
     """
@@ -217,9 +217,9 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
-    """Return the height and the width of a denoiser's patch in pixels.
+    """Return the numbers of pixels of which the height and width of Wan's clips must be multiples.
 
-    The height and the width of a clip must be multiples of these numbers.
+    They are the sides of a denoiser's patch.
     """
     vae = configs.of("vae", scale_factor_spatial=8)
     unit = vae.positive_int("scale_factor_spatial", 64)
@@ -303,7 +303,7 @@ def _facts_from_video(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    """Check that the first two timesteps of a clip differ.
+    """Raise a `RequestError` if the first two timesteps of a clip are equal.
 
     UniPC rounds timesteps to integers. If the first two are equal, diffusers' schedulers start at
     the second one, and fail at the last step. Pipelines that call `scheduler.set_begin_index` do
@@ -339,7 +339,7 @@ def _check_from_video(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def vae_channels(pipe: Any) -> int:
-    """Return the number of latent channels of Wan's VAE.
+    """Return the number of channels of Wan's latent, from the VAE's config.
 
     The denoiser's `in_channels` cannot be used: for clips from an image, it includes the image's
     channels.
@@ -364,12 +364,12 @@ def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames, with one more for the image and for each reference."""
+    """Return Wan's number of latent frames, with one more for the image and for each reference."""
     return frames + int(sampling.from_image) + int(sampling.num_references)
 
 
 def _frames_with_references(_: Any, sampling: Any, frames: int) -> int:
-    """Return the number of latent frames, with one more for each reference."""
+    """Return Wan's number of latent frames, with one more for each reference image."""
     return frames + int(sampling.num_references)
 
 
