@@ -51,12 +51,12 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the tensor in a payload."""
+        """Number of bytes of the tensor in a packet's payload."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def dtype_name(self) -> str:
-        """Name of the dtype: `fp32`, `fp16`, `bf16`, or torch's name, such as `int64`."""
+        """Name of a tensor's dtype: `fp32`, `fp16`, `bf16`, or torch's name, such as `int64`."""
         return _DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix("torch."))
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Packet:
     compute_seconds: float = 0.0
 
     def make_tombstone(self) -> None:
-        """Mark the clip as failed or cancelled, and drop the tensors of the packet."""
+        """Mark a packet's clip as failed or cancelled, and drop the packet's tensors."""
         self.tensors, self.tombstone = {}, True
 
 
@@ -110,13 +110,13 @@ class Header(NamedTuple):
     """Number of bytes of the payload; 0: no payload follows."""
 
     def pack(self) -> bytes:
-        """Return the header as `HEADER_BYTES` bytes, little-endian."""
+        """Return a packet's header as `HEADER_BYTES` bytes, little-endian."""
         data = _HEADER.pack(*self, 0)
         return data[: FIELDS["check"]] + struct.pack("<I", _check_of(data))
 
     @staticmethod
     def unpack(data: bytes) -> Header:
-        """Return the header that `pack` has converted to bytes.
+        """Parse a packet's header from the bytes that `pack` returns, and check its checksum.
 
         Raises:
             TransportError: The checksum of the header does not match.
@@ -192,16 +192,16 @@ class PacketMetadata:
 
     @property
     def specs(self) -> Specs:
-        """Specs of the tensors that the packet contains, according to the sender."""
+        """Shape and dtype of each tensor of a received packet, according to the sender."""
         return {name: entry.spec for name, entry in self._entries.items()}
 
     @property
     def tombstone(self) -> bool:
-        """Whether the clip has failed or was cancelled, so that the packet has no tensors."""
+        """Whether a received packet's clip has failed or was cancelled, so it has no tensors."""
         return self._packet.tombstone
 
     def check(self, clip: int, next_step: int, num_bytes: int, known: Specs) -> None:
-        """Compare the metadata with the packet that the receiver expects.
+        """Raise a `MismatchError` unless a received packet is the one that the receiver expects.
 
         Args:
             clip: Index of the clip that the receiver expects.
@@ -228,7 +228,9 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Return the packet, whose tensors are copies: views of the payload could be misaligned.
+        """Build the received packet from its payload, with copies of the tensors.
+
+        Views of the payload could be misaligned.
 
         Args:
             payload: Payload as uint8 of shape (bytes,), with as many bytes as `check` was given.
@@ -261,7 +263,7 @@ def mismatch(name: str, field: str, sent: Any, expected: Any, **details: Any) ->
 
 
 def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None:
-    """Compare number, names, shapes and dtypes of a packet's tensors with the expected tensors.
+    """Raise a `MismatchError` unless a packet's tensors have the expected names, shapes and dtypes.
 
     Args:
         sent: Specs of the tensors in the packet.

@@ -40,7 +40,7 @@ def single_thread_executor(name: str, device: torch.device) -> ThreadPoolExecuto
 
 
 def record_event(device: torch.device) -> Event:
-    """Record an event after all work that this thread has queued on its current stream.
+    """Record a CUDA event after all work that this thread has queued on its current stream.
 
     Returns:
         Event; None on the CPU, where work is complete when a call returns.
@@ -53,7 +53,7 @@ def record_event(device: torch.device) -> Event:
 
 
 def wait_for_event(event: Event) -> None:
-    """Block until the device has reached an event. On the CPU, return immediately."""
+    """Block until the device has reached a CUDA event. On the CPU, return immediately."""
     if event is not None:
         event.synchronize()
 
@@ -73,7 +73,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def stream_context(self, after: Event = None) -> Iterator[None]:
-        """Queue the work of the `with` block on this stream, and wait for it at the block's end.
+        """Queue the work of the `with` block on a side stream, and wait for it at the block's end.
 
         Args:
             after: Event for which the stream waits before this work; None: it does not wait.
@@ -173,7 +173,7 @@ class AsyncFlag:
         self._at = time.monotonic()
 
     def wait(self) -> bool:
-        """Wait until the device has recorded the time stamp and the flag.
+        """Wait until the device has recorded an `AsyncFlag`'s time stamp, and return its flag.
 
         Returns:
             Value of the flag, such as whether all values are finite; True if no flag was recorded.
@@ -183,7 +183,7 @@ class AsyncFlag:
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: AsyncFlag) -> float:
-        """Return the seconds from the time stamp `before` to this time stamp.
+        """Return the seconds from the time stamp of an `AsyncFlag`, `before`, to this one's.
 
         Args:
             before: Earlier time stamp of the same device. The device must already have recorded

@@ -136,7 +136,7 @@ class Transport:
         links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
     ) -> None:
-        """Open this rank's links by sending a small packet on each link.
+        """Open this rank's links to other ranks, by a small packet on each link.
 
         The first NCCL message between two ranks creates a communicator, and blocks until both ranks
         have called NCCL (pytorch/pytorch#108378). To avoid a deadlock, all ranks open the links in
@@ -181,7 +181,7 @@ class Transport:
         channel: Channel = "clips",
         known: Specs | None = None,
     ) -> PendingPacket:
-        """Begin to receive a packet in the background.
+        """Begin to receive a packet from another rank in the background.
 
         Args:
             clip: Index of the clip that the packet must have.
@@ -198,7 +198,7 @@ class Transport:
         return PendingPacket(future, self.monotonic_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
-        """Send a packet in the background, after waiting for the previous packet on this link.
+        """Send a packet to a rank in the background, once the link's previous packet is sent.
 
         Args:
             packet: Packet, whose tensors must not change after the call.
@@ -230,7 +230,7 @@ class Transport:
                 link.wait()
 
     def close(self) -> None:
-        """End the threads of the links. Call `drain` first."""
+        """End the threads of a rank's links. Call `drain` first."""
         for link in self._links.values():
             link.close()
 
@@ -315,7 +315,7 @@ class Transport:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
-        """Count the bytes of a finished transfer. On the channel `clips`, also report it."""
+        """Count the bytes of a finished transfer; report transfers on the channel `clips`."""
         with self._counting:
             if ends[0] == "send":
                 self.bytes_sent += size
@@ -338,7 +338,7 @@ class PendingPacket:
     _rank: int
 
     def wait(self, whole: Callable[[Mapping[str, torch.Tensor]], Specs] | None = None) -> Packet:
-        """Wait for the packet, and return it. This method can be called only once.
+        """Wait for a posted packet, check its tensors, and return it; can be called only once.
 
         Args:
             whole: Function that gets the packet's tensors and returns the specs that they must
@@ -398,7 +398,7 @@ class _Link:
             raise
 
     def wait(self) -> None:
-        """Wait for the last call of `start`, and raise its exception if it failed."""
+        """Wait for a link's last transfer (see `start`), and raise its exception if it failed."""
         if self._last is not None:
             self._last.result()
 

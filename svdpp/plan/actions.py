@@ -91,7 +91,7 @@ class Action(NamedTuple):
     def at(
         kind: Kind, clip: int, step: int, peer: int = -1, part: DecodeRange | None = None
     ) -> Action:
-        """Return an action that runs no denoising steps.
+        """Create an action that runs no denoising steps, after a number of finished steps.
 
         Args:
             kind: Any kind except DENOISE.
@@ -157,7 +157,7 @@ Schedule = tuple[tuple[Action, ...], ...]
 
 
 class DecodeShare(NamedTuple):
-    """Part of a clip that one rank decodes."""
+    """Rank that decodes a part of a clip, with that part."""
 
     rank: int
     part: DecodeRange
@@ -165,7 +165,7 @@ class DecodeShare(NamedTuple):
 
 @dataclass(frozen=True)
 class Route:
-    """Route of one clip through the ranks."""
+    """Route of one clip: the ranks that work on it, and the steps of each."""
 
     clip: int
     ranges: tuple[StepRange, ...]
@@ -185,12 +185,12 @@ class Route:
 
     @property
     def start(self) -> int:
-        """Number of steps of the clip that an earlier run has finished; usually 0."""
+        """Number of steps of a route's clip that an earlier run has finished; usually 0."""
         return self.ranges[0].start
 
     @property
     def links(self) -> set[tuple[int, int]]:
-        """Sender and receiver of each transfer of the clip's packet: tuples (from, to) of ranks."""
+        """Tuples (from, to) of ranks: sender and receiver of each transfer of one clip's packet."""
         links = set(pairwise(part.rank for part in self.ranges))
         if self.paired:
             seconds = [part.rank + 1 for part in self.ranges if part.num_steps]
@@ -211,7 +211,7 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank is the second rank of the pair that runs the clip's last steps.
+        """Whether a rank computes the final latent itself, as second rank of the clip's last pair.
 
         Such a rank has computed the final latent itself, so the latent is not sent to it when
         several ranks decode the clip.
@@ -238,7 +238,7 @@ class Route:
         return 0
 
     def resumed(self, at: int) -> Route:
-        """Return the rest of the route for a resumed clip, beginning with the rank of step `at`.
+        """Return the rest of a route for a resumed clip, beginning with the rank of step `at`.
 
         The last rank is always part of the result, because that rank finishes the clip.
 
@@ -252,7 +252,7 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Work of one rank on one clip."""
+    """Actions of one rank for one clip; the RECV may be posted early."""
 
     pending: Action | None
     """RECV of the clip's packet that the rank posts early, that is, before its work on the previous
@@ -332,7 +332,7 @@ def _visit(route: Route, index: int) -> _Visit:
 
 
 def _decode_actions(route: Route) -> Iterator[Action]:
-    """Yield the last rank's actions for a decode.
+    """Yield the actions with which the last rank of a route decodes the clip.
 
     If other ranks decode parts, the last rank first sends them the latent. Then it decodes its own
     part, and receives the frames of the other parts.
@@ -349,7 +349,7 @@ def _decode_actions(route: Route) -> Iterator[Action]:
 
 
 def _help_actions(route: Route, share: DecodeShare) -> tuple[Action, ...]:
-    """Return the actions of a rank that decodes one part of a clip for the route's last rank."""
+    """Return the actions of a rank that helps: it decodes one part for the route's last rank."""
     clip, last = route.clip, route.ranges[-1]
     return (
         Action.at(Kind.DECODE, clip, last.end, part=share.part),
@@ -358,7 +358,7 @@ def _help_actions(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) for each rank that receives the final latent and decodes a part."""
+    """Yield (rank, visit) for each rank that receives a clip's final latent and decodes a part."""
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):

@@ -159,7 +159,7 @@ class _Search:
     # --- reason for the choice ------------------------------------------------------------------
 
     def _why(self, best: _Candidate, candidates: Sequence[_Candidate]) -> str:
-        """Return a comparison of the best layout with the next best layout."""
+        """Return a text that compares the chosen layout with the next best one."""
         rivals = [each for each in candidates if each is not best]
         if not rivals:
             return "no other layout is possible"
@@ -176,7 +176,7 @@ class _Search:
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
     def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
-        """Yield remarks: ranks that hold both experts, and layouts that were left out.
+        """Yield remarks on a choice: ranks that hold both experts, and layouts that were left out.
 
         `unknown` is the number of layouts that fit in memory, but whose transfer costs are unknown.
         """
@@ -215,7 +215,7 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Return the candidates whose time, as `key` gives it, is within `factor` of the least time."""
+    """Return the layouts whose time, as `key` gives it, is within `factor` of the least time."""
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 

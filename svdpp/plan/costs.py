@@ -105,7 +105,7 @@ class CostModel:
 
     @property
     def differ_by_rank(self) -> bool:
-        """Whether devices differ in speed: a cost is a tuple with a number for each rank."""
+        """Whether ranks differ in speed, so that a cost is a tuple with a number for each rank."""
         return any(isinstance(getattr(self, name), tuple) for name in _PER_RANK)
 
     def step_on(self, rank: int, other: int = -1) -> float:
@@ -168,7 +168,7 @@ class CostModel:
         return None if None in (*weights, *work) else sum(weights) + max(work, default=0.0)
 
     def scaled(self, pace: float) -> CostModel:
-        """Return costs for a run of the dummy model, which sleeps for the seconds of each action.
+        """Return a scaled copy of the costs for the dummy model, which sleeps for these seconds.
 
         Transfers cost 0 here, because a run of the dummy model really sends its packets.
 
@@ -179,7 +179,7 @@ class CostModel:
         return replace(self, **times, transfer_seconds=0.0, inter_host_transfer_seconds=0.0)
 
     def check_world(self, world_size: int) -> None:
-        """Check that the costs can be used with a number of ranks.
+        """Raise a `RequestError` unless the costs can be used with a number of ranks.
 
         Args:
             world_size: Number of ranks.
@@ -205,7 +205,7 @@ class CostModel:
                 )
 
     def to_json(self) -> dict[str, Any]:
-        """Return all fields as the JSON object of a costs file; unknown values are None."""
+        """Return a cost model as the JSON object of a costs file; unknown values are None."""
         return {"schema_version": SCHEMA_VERSION, **vars(self)}
 
     @staticmethod
@@ -294,7 +294,7 @@ class PartMemory(NamedTuple):
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of the bytes of weights and the peak bytes of activations."""
+        """Peak memory for one part of a model, in bytes: weights plus activations."""
         return self.weight_bytes + self.activation_bytes
 
 
@@ -331,7 +331,7 @@ class MemoryEstimate(NamedTuple):
         return PartMemory(sum(part.weight_bytes for part in parts), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """Return the memory fields of `CostModel` by name, in GiB."""
+        """Return a memory estimate as the memory fields of `CostModel`, in GiB by name."""
         return {
             f"{name}_{kind}_gib": size / 2**30
             for name, part in self._asdict().items()
@@ -382,7 +382,7 @@ _STABILITY = (
 
 
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
-    """Return the cost model of one column of the published table.
+    """Return the cost model of a device, from its column of Stability AI's published table.
 
     The times are in milliseconds. `unet` is the time of 25 calls of the UNet.
     """

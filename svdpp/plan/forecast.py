@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
     @property
     def clip(self) -> int:
-        """Index of the action's clip."""
+        """Index of the clip of the span's action."""
         return self.action.clip
 
 
@@ -84,7 +84,7 @@ class Forecast:
         return replace(self, clips=num_clips, makespan=makespan, bubble=bubble)
 
     def to_json(self) -> dict[str, float]:
-        """Return makespan, seconds of the first clip, seconds per clip, and bubble, by name."""
+        """Return a forecast's makespan, first clip, seconds per clip and bubble, by JSON key."""
         return {
             "makespan_seconds": self.makespan,
             "first_clip_seconds": self.first_clip,
@@ -183,7 +183,7 @@ class _Simulation:
         self.current.pop(rank, None)
 
     def _begin(self, end: str, action: Action, ranks: tuple[int, int], at: float) -> _TransferId:
-        """Record when the sender or the receiver begins the next transfer on a link.
+        """Record when a simulated sender or receiver begins the next transfer on a link.
 
         Args:
             end: Role of the rank, "send" or "recv".
@@ -201,7 +201,7 @@ class _Simulation:
         return transfer
 
     def _meet(self, transfer: _TransferId, action: Action, at: float) -> None:
-        """Record when one of two ranks begins a transfer, or a DENOISE that both run together.
+        """Record when one of two simulated ranks begins a transfer or a shared DENOISE.
 
         If the other rank has begun before, the end of the transfer is computed and recorded, and
         ranks that wait for it are resumed. For a DENOISE, the time at which both ranks have begun
@@ -280,7 +280,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
 def summarise_clips(
     clips: Sequence[tuple[float, float]], *, busy: float, world_size: int, num_finishers: int
 ) -> Forecast:
-    """Compute the times of a run from the start and end of each clip.
+    """Compute the times of a run from the start and end of each of its clips.
 
     Args:
         clips: Start and end of each clip in seconds, in order. The start is the start of the clip's
@@ -483,7 +483,7 @@ def _step_seconds(route: Route, costs: CostModel) -> list[float]:
 
 
 def _busy(route: Route, costs: CostModel) -> float:
-    """Return the seconds of device work on a clip, summed over all ranks of the route."""
+    """Return the seconds for which devices work on a clip, summed over all ranks of its route."""
     ends = 0.0 if route.start else costs.encode_on(route.ranges[0].rank)
     ends += sum(_decode_seconds(route, costs)) if route.decodes else 0.0
     return ends + sum(_step_seconds(route, costs)) * (2 if route.paired else 1)
@@ -492,7 +492,7 @@ def _busy(route: Route, costs: CostModel) -> float:
 def clip_times(
     clips: Iterable[StageTimes], transfer: Callable[[int, int], float]
 ) -> Iterator[tuple[float, float]]:
-    """Yield the start and end of each clip, in seconds.
+    """Yield the start and end of each clip in seconds, computed from its stage times.
 
     Clips can be computed one after the other, because no rank waits for a later clip. A rank begins
     a clip when it has finished its previous clip and has the packet from the previous rank. It
@@ -540,7 +540,7 @@ def draw_grid(
     width: int = 80,
     marks: Mapping[int, str] | None = None,
 ) -> list[str]:
-    """Draw a line of text for each rank, with the time from left to right.
+    """Draw a run as text: a line for each rank, with the time from left to right.
 
     A column shows what the rank did for most of the column's time: a step as the character of its
     clip, an encode as `<`, a decode as `>`, idle time as `.`:
@@ -567,7 +567,7 @@ def draw_grid(
 
 
 def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
-    """Return the number of columns, at most `width`; a column covers one or more whole steps."""
+    """Return the number of columns of a run's grid, at most `width`; each covers whole steps."""
     steps = (
         (span.end - span.start) / (span.action.end - span.action.start)
         for span in spans
@@ -581,7 +581,7 @@ def _num_columns(spans: Sequence[Span], total: float, width: int) -> int:
 
 
 def _cells(spans: Sequence[Span], begin: float, total: float, columns: int) -> str:
-    """Return the columns of a rank's line: in each, the character of the work that took most time.
+    """Return a rank's line of a run's grid: in each column, the character of the longest work.
 
     `begin` is the start of the run, and `total` is the run's duration, both in seconds.
     """

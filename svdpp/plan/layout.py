@@ -178,7 +178,7 @@ class Layout(ParallelConfig):
 
     @classmethod
     def of(cls, parallel: ParallelConfig, **facts: Any) -> Layout:
-        """Return the layout of a parallel configuration.
+        """Return the `Layout` of a `ParallelConfig`, for a number of ranks, steps and costs.
 
         Args:
             parallel: Parallel configuration, in which a `decode_parallel_size` of None counts as 1.
@@ -195,7 +195,7 @@ class Layout(ParallelConfig):
 
     @property
     def parallel(self) -> ParallelConfig:
-        """Parallel configuration of this layout."""
+        """`ParallelConfig` of this layout: its options, without ranks, steps and costs."""
         names = (each.name for each in fields(ParallelConfig))
         return ParallelConfig(**{name: getattr(self, name) for name in names})
 
@@ -283,7 +283,7 @@ class Layout(ParallelConfig):
         return self._cuts_of(clip % self.data_parallel_size).cuts(clip // self.data_parallel_size)
 
     def schedule(self, num_clips: int) -> Schedule:
-        """Return the action list of each rank.
+        """Return the action list of each rank of the layout, for a number of clips.
 
         Args:
             num_clips: Number of clips, which are made in the order of their indices.
@@ -320,7 +320,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each rank in GiB; None if the cost model does not know it."""
+        """Peak memory of each of the layout's ranks in GiB; None if the costs do not say it."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
     @cached_property
@@ -412,7 +412,7 @@ class Layout(ParallelConfig):
     def _route(
         self, clip: int, replica: int, turn: int, cuts: Cuts, *, all_stages: bool = False
     ) -> Route:
-        """Return a route that skips stages without steps, except the first and the last stage.
+        """Return a clip's route, which skips stages without steps, except the first and the last.
 
         With `all_stages`, no stage is skipped.
         """
@@ -431,7 +431,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Division of the steps in each replica; only one entry if all ranks are equally fast."""
+        """Division of the steps in each replica; one entry if all ranks are equally fast."""
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)
@@ -471,7 +471,7 @@ def assign_replicas(
 
 
 def frame_chunks(num_frames: int, size: int) -> tuple[int, ...]:
-    """Return the number of frames of each chunk of a clip.
+    """Return the number of frames of each chunk in which a clip is decoded.
 
     Args:
         num_frames: Number of frames of the clip.
@@ -501,7 +501,7 @@ def divide_chunks(chunks: Sequence[int], count: int) -> list[DecodeRange]:
 
 
 def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = False) -> None:
-    """Check that a clip has a chunk for each of the ranks that decode it together.
+    """Raise a `RequestError` if a clip has fewer chunks than ranks that decode it together.
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.

@@ -46,7 +46,7 @@ class LayoutOption:
 
     @property
     def flag(self) -> str:
-        """Command-line option of the field, such as `--decode-ranks`."""
+        """Command-line option of a layout field, such as `--decode-ranks`."""
         return f"--{self.name.replace('_', '-')}"
 
 
@@ -54,7 +54,7 @@ _ALL_CHOOSE: Any = ("auto", "data-parallel", "compare")
 
 
 def _option(**about: Any) -> dict[str, LayoutOption]:
-    """Return the dataclass metadata of a field: a `LayoutOption` with the arguments `about`."""
+    """Return the dataclass metadata of a layout field: a `LayoutOption` made of `about`."""
     return {"option": LayoutOption(**about)}
 
 
@@ -150,19 +150,19 @@ class ParallelConfig:
         object.__setattr__(self, "split", canonical_split(self.split))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the values of the fields by option name, as in the JSON of a clip."""
+        """Return the layout options by name, as in the JSON of a clip."""
         options = layout_options().items()
         return {option.name: getattr(self, name) for name, option in options if option.in_json}
 
 
 @cache
 def layout_options() -> Mapping[str, LayoutOption]:
-    """Return the option of each field of a `ParallelConfig`, by the field's name."""
+    """Return the `LayoutOption` of each field of a `ParallelConfig`, by the field's name."""
     return {each.name: each.metadata["option"] for each in fields(ParallelConfig)}
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `options` with the names of fields, such as `data_parallel_size`.
+    """Return values of layout options by the names of fields, such as `data_parallel_size`.
 
     Args:
         options: Values by option name, such as `replicas`. A name that is not an option of
@@ -173,7 +173,7 @@ def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
-    """Check that the user has set no field whose value the requested layout determines.
+    """Raise a `RequestError` if the user has set a field that the requested layout determines.
 
     Args:
         layout: Name of the requested layout; None: no layout is requested.

@@ -53,7 +53,7 @@ class StepRange(NamedTuple):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps in the range."""
+        """Number of denoising steps in a rank's range."""
         return self.end - self.start
 
 
@@ -72,7 +72,7 @@ class Stage:
     neither."""
 
     def seconds(self, num_steps: int) -> float:
-        """Return the seconds between two clips that leave the stage.
+        """Return the seconds between two clips that leave a stage, given its number of steps.
 
         The slowest rank determines the result. If k ranks take turns, a clip leaves the stage k
         times as often as one rank finishes a clip.
@@ -84,7 +84,7 @@ class Stage:
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the number of a clip's steps for which each rank has time; it can be fractional.
+        """Return the (fractional) number of a clip's steps for which each rank of a stage has time.
 
         Args:
             seconds: Seconds between clips of the replica.
@@ -104,7 +104,7 @@ class StageGroup:
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between finished clips, which the slowest stage with steps determines.
+        """Return the seconds between finished clips, as the slowest stage of a group determines.
 
         Args:
             cuts: Division of the group's steps, counted from 0.
@@ -130,7 +130,7 @@ def join_cuts(each: Iterable[Cuts]) -> Cuts:
 
 
 def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
-    """Check that the steps of a clip can be split evenly over the stages.
+    """Raise a `RequestError` unless a clip's steps can be split evenly over the stages.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -163,7 +163,7 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
 
 
 def check_counts(num_steps: int, world_size: int) -> None:
-    """Check that the numbers of steps and ranks are positive and within the limits of a plan.
+    """Raise a `RequestError` unless the numbers of steps and ranks are within a plan's limits.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -185,7 +185,7 @@ def check_counts(num_steps: int, world_size: int) -> None:
 
 
 def largest_world(num_steps: int, at_most: int) -> int:
-    """Return the largest number of ranks that divides the number of steps of a clip.
+    """Return the largest number of ranks, up to a limit, that divides a clip's number of steps.
 
     Args:
         num_steps: Number of steps of a clip.
@@ -241,7 +241,7 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Division of the steps of a replica's clips, at fractional positions.
+    """Division of a replica's clips among its stages, at fractional positions of the cuts.
 
     A cut is the number of finished steps after which a clip goes to the next stage. The ideal
     position of a cut may be a fraction, so it is rounded up for some clips and down for others: a
@@ -257,7 +257,7 @@ class ClipCuts:
     of the replica, where n is the number of entries."""
 
     def cuts(self, index: int) -> Cuts:
-        """Return the cuts of one clip: its positions plus its phase, rounded down.
+        """Return the cuts of one clip of a replica: its positions plus its phase, rounded down.
 
         The phase of clip 0 is 0.5, so its positions are rounded to the nearest cut. The phase grows
         by 0.618 with each clip, modulo 1.
@@ -268,7 +268,7 @@ class ClipCuts:
         return self._rounded(index % len(self.positions), index * _GOLDEN + _UNIT // 2)
 
     def all_cuts(self) -> list[tuple[int, Cuts]]:
-        """Return every result of `cuts` for any clip, as tuples (turn, cuts).
+        """Return all cuts that a replica's clips can have, as tuples (turn, cuts).
 
         `turn` is the index in `positions` of the entry that the cuts belong to.
         """
@@ -281,7 +281,7 @@ class ClipCuts:
         ]
 
     def mean_steps(self, place: int, turn: int, num_turns: int) -> float:
-        """Return the mean number of steps that a rank runs in a clip, over the clips of the rank.
+        """Return the mean number of steps that a rank runs of a clip, over all clips of the rank.
 
         Args:
             place: Index of the stage, from 0.
@@ -412,7 +412,7 @@ def cut_stages(split: str, whole: StageGroup, boundary: int | None) -> ClipCuts:
 
 
 def check_expert_split(num_steps: int, num_stages: int, boundary: int) -> None:
-    """Check that the steps of each of two experts can be split evenly over stages of their own.
+    """Raise a `RequestError` unless each expert's steps can be split evenly over its own stages.
 
     The stages of a replica may be divided between the experts (denoisers) in any way.
 
@@ -453,7 +453,7 @@ def _divide(
     seconds_of: Callable[[StageGroup], float],
     counts: Iterable[int] | None,
 ) -> tuple[StageGroup, StageGroup]:
-    """Divide the stages between two experts so that the slower group is as fast as possible.
+    """Divide a replica's stages between two experts; the slower group is as fast as possible.
 
     `seconds_of` returns the seconds between finished clips of a group of stages; it must not grow
     with the number of stages. `counts` are the allowed numbers of stages for the high-noise expert;

@@ -27,7 +27,7 @@ FLOW_SCHEDULERS = ("FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler")
 
 
 class ConfigFile(Protocol):
-    """Interface of a JSON file in a checkpoint; implemented by `models.files.JsonFile`."""
+    """Interface of a JSON file in a checkpoint; `models.files.JsonFile` implements it."""
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -61,7 +61,7 @@ class ConfigFile(Protocol):
 
 
 class CheckpointConfigs(Protocol):
-    """Interface of a checkpoint's JSON configs, as `models.checkpoint_configs.Configs` has it."""
+    """Interface of a checkpoint's configs; `models.checkpoint_configs.Configs` implements it."""
 
     @property
     def index(self) -> ConfigFile:
@@ -76,7 +76,7 @@ class CheckpointConfigs(Protocol):
 
 
 class CheckedCheckpoint(Protocol):
-    """Interface of a checkpoint, with checked configs, that `models.checkpoint.Checkpoint` has."""
+    """Interface of a checked checkpoint; `models.checkpoint.Checkpoint` implements it."""
 
     @property
     def scheduler_class(self) -> str | None:
