@@ -34,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Audio(NamedTuple):
-    """Sound of a clip."""
+    """Sound of a clip: its samples, and their rate."""
 
     samples: torch.Tensor
     """Sound samples, (N, channels), int16."""
@@ -48,14 +48,14 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """The other rank of a pair. Both run the same steps; each evaluates one guidance branch."""
+    """Interface to the other rank of a pair, which runs the same steps for the other branch."""
 
     branch: int
     """Guidance branch that this rank evaluates in each step: 0 for the one that the pipeline
     evaluates first (or puts first in the batch), 1 for the other."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Compute this rank's tensors, send them to the partner rank, and receive the partner's.
+        """Compute this rank's tensors, send them to the pair's other rank, and return the other's.
 
         Args:
             step: Index of the step, which must be the same on both ranks.

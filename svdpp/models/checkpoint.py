@@ -141,12 +141,12 @@ class Checkpoint:
 
     @property
     def label(self) -> str:
-        """Name of the model in messages."""
+        """Name of the checkpoint's model in messages."""
         return f"model {display_name(self.name)}"
 
     @property
     def spec(self) -> FamilySpec:
-        """Spec of the model's family."""
+        """`FamilySpec` of the checkpoint's family."""
         return FAMILY_SPECS[self.family]
 
     @property
@@ -167,12 +167,15 @@ class Checkpoint:
 
     @property
     def weighted_components(self) -> tuple[str, ...]:
-        """Names of the components that have weights."""
+        """Names of the checkpoint's components that have weights."""
         return tuple(part for part, _ in self.classes if has_weights(part))
 
     @property
     def external_components(self) -> dict[str, str]:
-        """`OWNER/NAME@COMMIT` by component name, for components in other repositories."""
+        """Repository and commit of each component that is not in the checkpoint's own repository.
+
+        `OWNER/NAME@COMMIT` by component name.
+        """
         return {
             each.part: f"{each.repository}@{snapshot_commit(each.root)}"
             for each in self.component_folders
@@ -180,7 +183,7 @@ class Checkpoint:
         }
 
     def component_folder(self, part: str) -> ComponentFolder:
-        """Return the folder of a component.
+        """Return the folder of a component of the checkpoint, which may be in another repository.
 
         Args:
             part: Name of the component.
@@ -263,7 +266,7 @@ class Checkpoint:
             )
 
     def resolve_sampling(self, sampling: SamplingConfig) -> SamplingConfig:
-        """Return `sampling` with the model's defaults in place of None, after checking it.
+        """Check sampling parameters against the model; return them with defaults in place of None.
 
         Raises:
             RequestError: The parameters are for another family, or out of the range of this model.
@@ -308,7 +311,7 @@ class Checkpoint:
             raise RequestError(wrong, "leave `last_image` out", details={"reason": reason})
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
-        """Return the dtypes of the tensors in each weight file of a component, by path.
+        """Return the weight files of a component: the dtypes of each file's tensors, by path.
 
         Raises:
             ModelError: A file is missing or damaged, or the weights are quantised.
@@ -358,7 +361,7 @@ class Checkpoint:
         return {name: hashes[path] for path, name in names.items()}
 
     def _named_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
-        """Return weight files by name, such as `vae/model.safetensors`."""
+        """Return the weight files of components, by name such as `vae/model.safetensors`."""
         return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
 
     def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
@@ -377,7 +380,7 @@ class Checkpoint:
         return self._named_weight_files(part for part in parts if part not in elsewhere)
 
     def variant_of(self, part: str) -> str | None:
-        """Return the variant in which a component's weights are read; None: the plain files."""
+        """Return the variant of a component's weight files, such as fp16; None: the plain files."""
         return variant_of(self.component_folder(part), self.variant)
 
     def build_scheduler(self, sampling: SamplingConfig | None) -> Any:
@@ -525,7 +528,7 @@ def with_weights(
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """Yield the model's local folder (None for a hub id); add the model's name to errors."""
+    """Yield a model's local folder (None for a hub id); add the model's name to errors."""
     local = _local_folder(model.name)
     try:
         yield local

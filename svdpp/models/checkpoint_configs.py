@@ -175,7 +175,7 @@ class Configs:
                 _read_checked(folders[part], path.name)
 
     def _find_scheduler(self, tested: Sequence[str]) -> str:
-        """Return the class name of the scheduler.
+        """Return the class name of a checkpoint's scheduler, which svdpp's tests must cover.
 
         Args:
             tested: Classes of schedulers that svdpp's tests cover for the family.
@@ -200,7 +200,7 @@ class Configs:
         )
 
     def of(self, part: str, **defaults: Any) -> JsonFile:
-        """Return the config of one component.
+        """Return the JSON config of one component of a checkpoint.
 
         Args:
             part: Name of the component.
@@ -257,7 +257,7 @@ def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _size(value: object, default: int = 1) -> int:
-    """Return a config's value if it is a positive integer, else `default`."""
+    """Return a value of a VAE's config if it is a positive integer, else `default`."""
     return value if type(value) is int and value > 0 else default
 
 
@@ -290,7 +290,7 @@ def _refuse_code_key(config: JsonFile, place: str, key: str, value: object) -> N
 
 
 def _entries_of(values: object, place: str = "") -> Iterator[tuple[str, str, Any]]:
-    """Yield (path, key, value) of each entry of a config and of its nested configs.
+    """Yield (path, key, value) of each entry of a component's config and its nested configs.
 
     A path joins the keys with dots, such as `text_config.num_hidden_layers`.
     """
@@ -335,7 +335,7 @@ def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
 
 
 def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
-    """Return a component's library and class name from the index.
+    """Return a component's library and class name from a checkpoint's index.
 
     The class name is None if the checkpoint does not have the component.
     """
@@ -356,7 +356,7 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 
 
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
-    """Check the blocks and guiders that the index of a modular pipeline names.
+    """Check that svdpp supports the blocks and guiders that a modular pipeline's index names.
 
     The blocks, if the index names any, must be in `ModularSpec.blocks`. Only the guiders in
     `own_guiders` of the spec may have an entry. For all others, svdpp supports only the guider that
@@ -387,7 +387,7 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
 
 
 def _refuse_code(folder: Path) -> None:
-    """Check that the folder of a checkpoint has no files that contain or load code."""
+    """Raise a `ModelError` if the folder of a checkpoint has files that contain or load code."""
     # An adapter_config.json can name a repository from which the libraries would load weights.
     for pattern in ("*.py", "*/*.py", "*/adapter_config.json"):
         for path in sorted(folder.glob(pattern)):
@@ -395,7 +395,7 @@ def _refuse_code(folder: Path) -> None:
 
 
 def _refuse_code_of(component: ComponentFolder) -> None:
-    """Check that the folder of a component has no files that contain or load code."""
+    """Raise a `ModelError` if the folder of a component has files that contain or load code."""
     for pattern in ("*.py", "adapter_config.json"):
         for path in sorted(component.path.glob(pattern)):
             _refuse_file(component.label(path.name))

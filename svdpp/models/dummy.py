@@ -32,7 +32,7 @@ from svdpp.plan.costs import CostModel, PartFlops
 
 
 class DummyUNet(nn.Module):
-    """Two Conv3d layers and a residual connection. The weights are the same in every process."""
+    """Denoiser of the dummy model: two Conv3d layers, with the same weights in every process."""
 
     def __init__(self, channels: int = 4, hidden: int = 16, num_steps: int = 28) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class DummyUNet(nn.Module):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
 
     def forward(self, latent: torch.Tensor, step: int) -> torch.Tensor:
-        """Run one denoising step.
+        """Run one denoising step of the dummy model.
 
         Args:
             latent: (B, C, F, H, W), in the network's dtype.
@@ -88,11 +88,11 @@ class DummyModel:
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
 
     def latent_spec(self, step: int) -> LatentSpec:  # noqa: ARG002
-        """Return shape and dtype of a clip's latent, which are the same after every step."""
+        """Return shape and dtype of a dummy clip's latent, which are the same after every step."""
         return self.spec
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # noqa: ARG002
-        """Return shape and dtype of the latent, the only tensor in a packet, by tensor name."""
+        """Return shape and dtype of a dummy clip's only tensor, the latent, by tensor name."""
         return {LATENTS: (self.spec.shape, self._dtype)}
 
     def prepare(self, source: ModelInput) -> Tensors:  # noqa: ARG002
@@ -104,7 +104,7 @@ class DummyModel:
         assert not loras, "the dummy model takes no LoRAs"
 
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:  # noqa: ARG002
-        """Draw a clip's noise on the CPU, so that every device starts from the same latent.
+        """Draw a dummy clip's noise on the CPU, so that every device starts from the same latent.
 
         Args:
             prepared: Visual input, which is ignored.
@@ -130,7 +130,9 @@ class DummyModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Run steps `start` to `end` (exclusive). The latent is the only state between steps.
+        """Run steps `start` to `end` (exclusive) of the dummy model, and return the new latent.
+
+        The latent is the only state between steps.
 
         Args:
             tensors: Clip's state before step `start`, by tensor name.
@@ -161,7 +163,7 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a step, and store this rank's half of the new latent in `own`, which is returned.
+        """Run a dummy step; store this rank's half of the new latent in `own`, which is returned.
 
         The latent is flattened. `branch` is 0 for the rank with the first half, and 1 for the
         second. If the number of elements is odd, both halves contain the middle element.
@@ -173,7 +175,7 @@ class DummyModel:
         return own
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Return a small black frame for each latent frame; `costs` set how long this takes.
+        """Return a small black frame for each frame of a dummy clip, in the time that `costs` has.
 
         Args:
             tensors: Clip's state after the last step, which is not used.
@@ -185,7 +187,7 @@ class DummyModel:
         return self.decode_part(tensors, DecodeRange(0, count, count))[FRAMES]
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:  # noqa: ARG002
-        """Return the black frames of one part of a clip; `costs` set how long this takes.
+        """Return the black frames of one part of a dummy clip, in the time that `costs` has.
 
         Args:
             tensors: Clip's state after the last step, which is not used.
@@ -198,7 +200,7 @@ class DummyModel:
     def part_specs(
         self, own: Tensors, part: DecodeRange
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of the frames that another rank decodes, by tensor name.
+        """Return shape and dtype of the dummy frames that another rank decodes, by tensor name.
 
         Args:
             own: Frames that this rank has decoded.
@@ -208,7 +210,7 @@ class DummyModel:
         return {FRAMES: ((part.end - part.first, *frames.shape[1:]), frames.dtype)}
 
     def join_parts(self, tensors: Tensors, parts: Sequence[Tensors]) -> torch.Tensor:  # noqa: ARG002
-        """Join the decoded parts of a clip, and return all frames.
+        """Join the parts of a dummy clip that several ranks have decoded, and return all frames.
 
         Args:
             tensors: Clip's state after the last step, which is not used.
@@ -223,7 +225,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep at the end of the `with` block, so that it takes `share` of the time in `costs`."""
+        """Sleep after the `with` block's work, so that it takes `share` of the time in `costs`."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -103,7 +103,7 @@ class JsonFile:
     def error(
         self, message: str, hint: str = "", *, details: Mapping[str, Any] | None = None
     ) -> ModelError:
-        """Return a `ModelError` whose message and details name the file.
+        """Return a `ModelError` whose message and details name this JSON file of a checkpoint.
 
         Args:
             message: Message without the name of the file.
@@ -117,7 +117,7 @@ class JsonFile:
         )
 
     def positive_int(self, key: str, largest: int) -> int:
-        """Return the integer at `key`.
+        """Return the integer at a key of a checkpoint's JSON file, which must be 1 to `largest`.
 
         Args:
             key: Key of the object.
@@ -135,7 +135,7 @@ class JsonFile:
         return value
 
     def require(self, key: str, expected: object, reason: str) -> None:
-        """Check that the value at `key` is `expected`.
+        """Raise a `ModelError` unless a key of a checkpoint's JSON file has the expected value.
 
         Args:
             key: Key of the object.
@@ -153,7 +153,7 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """Check that the value at `key` is missing, falsy, or a list of falsy values.
+        """Raise a `ModelError` unless a key of a checkpoint's JSON file is missing, falsy or empty.
 
         Args:
             key: Key of the object.
@@ -203,7 +203,7 @@ def read_json(folder: Path, name: str, *, label: str = "", hint: str = "") -> Js
 
 @dataclass(frozen=True)
 class ComponentFolder:
-    """Folder with the files of one component."""
+    """Folder with the files of one component of a checkpoint, maybe in another repository."""
 
     part: str
     """Name of the component."""
@@ -218,11 +218,11 @@ class ComponentFolder:
 
     @property
     def path(self) -> Path:
-        """Folder that has the component's files."""
+        """Path of the folder that has the component's files."""
         return self.root / self.subfolder
 
     def path_in_root(self, name: str) -> str:
-        """Return the path of a file, or a pattern of such paths, relative to `root`.
+        """Return the path of a component's file, or a pattern of paths, relative to `root`.
 
         Args:
             name: Name of a file of the component, or a pattern.
@@ -230,7 +230,7 @@ class ComponentFolder:
         return f"{self.subfolder}/{name}" if self.subfolder else name
 
     def label(self, name: str) -> str:
-        """Return the name of a file in messages, such as `vae/config.json`.
+        """Return the name of a component's file in messages, such as `vae/config.json`.
 
         If the file is in another repository, `of OWNER/NAME` follows.
 
@@ -241,7 +241,7 @@ class ComponentFolder:
         return path if self.repository is None else f"{path} of {self.repository}"
 
     def hint(self, name: str = "") -> str:
-        """Return the command that downloads a file again; "" for the checkpoint's own files.
+        """Return the command that downloads a component's file again; "" for a checkpoint's own.
 
         Args:
             name: Name of a file of the component; empty: all files of the repository.
@@ -330,7 +330,7 @@ def _has_names(component: ComponentFolder, variant: str | None) -> bool:
 
 
 def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
-    """Return the variant in which a component's weights are read; None: the plain files.
+    """Return the variant of a component's weight files, such as fp16; None: the plain files.
 
     If a component lacks the requested variant, its plain files are read instead. As in diffusers,
     this is allowed only if another component of the checkpoint has the variant, or if the component
@@ -406,7 +406,7 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """Return the dtype of each tensor in a safetensors file, with its name there, such as BF16.
+    """Return the dtype of each tensor in a safetensors file, under its name there, such as BF16.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.

@@ -67,17 +67,17 @@ class GgufTensor(NamedTuple):
 
     @property
     def is_quantised(self) -> bool:
-        """Whether diffusers dequantises the tensor at each use: all types except F32 and F16."""
+        """Whether diffusers dequantises a GGUF tensor at each use: all types except F32 and F16."""
         return self.type.name not in ("F32", "F16")
 
     @property
     def byte_shape(self) -> tuple[int, ...]:
-        """Shape of the tensor's data as uint8: the last axis counts bytes instead of values."""
+        """Shape of a GGUF tensor's data as uint8: the last axis counts bytes instead of values."""
         return (*self.shape[:-1], self.shape[-1] // self.type.numbers * self.type.size)
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor in the file, in bytes."""
+        """Size of a tensor in a GGUF file, in bytes."""
         return math.prod(self.byte_shape)
 
 
@@ -113,7 +113,7 @@ class _Reader:
         return data
 
     def number(self, size: int = 8) -> int:
-        """Read an unsigned integer of `size` bytes."""
+        """Read an unsigned integer of `size` bytes from a GGUF header."""
         return int.from_bytes(self.take(size), "little")
 
     def bounded(self, what: str, limit: int, size: int = 8) -> int:
@@ -199,7 +199,7 @@ def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
 
 
 def _skip_values(reader: _Reader, count: int) -> int:
-    """Skip `count` metadata keys and their values; return the alignment of the tensors in bytes."""
+    """Skip the metadata of a GGUF header; return the alignment of the tensors in bytes."""
     alignment, keys = 32, set()
     for _ in range(count):
         key, kind = reader.text("a key"), reader.number(4)
@@ -220,7 +220,7 @@ def _skip_values(reader: _Reader, count: int) -> int:
 
 
 def _read_entry(reader: _Reader) -> tuple[str, GgufTensor, int]:
-    """Read the next tensor entry of the header.
+    """Read the next entry of a GGUF header: a tensor's name, type, shape and offset.
 
     Returns:
         Name of the tensor; its type and shape; and its offset in bytes from the beginning of the
@@ -266,18 +266,18 @@ class DenoiserFile:
 
     @property
     def part(self) -> str:
-        """Name of the checkpoint's component that the file replaces."""
+        """Name of the checkpoint's component that the GGUF file replaces."""
         return self.denoiser.part
 
     @property
     def identity(self) -> str:
-        """Text that identifies the file by content and component, independent of its location."""
+        """Text that identifies a GGUF denoiser by file content and component, not by location."""
         assert self.denoiser.sha256 is not None
         return f"{self.denoiser.sha256[:16]}:{self.part}"
 
     @property
     def label(self) -> str:
-        """Name of the file in messages."""
+        """Name of the GGUF file in messages."""
         return f"`denoisers` {display_name(self.denoiser.name)}"
 
 

@@ -6,7 +6,7 @@ from svdpp.config.limits import require
 
 
 def check_image_size(target: int, unit: int, height: int, width: int) -> None:
-    """Check that HunyuanVideo-1.5 makes clips of the given size from an image.
+    """Raise a `RequestError` unless HunyuanVideo-1.5 makes clips of the given size from an image.
 
     Args:
         target: Side of a square clip in pixels. Clips of other shapes have about the same area.

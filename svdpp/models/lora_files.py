@@ -72,12 +72,12 @@ class LoraFile:
     """Number of ignored tensors by the model part that they would change, such as `k_img`."""
 
     def with_weight(self, weight: float) -> LoraFile:
-        """Return a copy of this LoRA with another weight."""
+        """Return a copy of this LoRA file with another weight for the LoRA."""
         return replace(self, lora=replace(self.lora, weight=weight))
 
     @property
     def part(self) -> str:
-        """Component name of the denoiser that the LoRA changes."""
+        """Component name of the denoiser that the LoRA file changes."""
         return self.lora.part
 
     @property
@@ -91,7 +91,7 @@ class LoraFile:
 
     @property
     def remark(self) -> str:
-        """Sentence about the ignored tensors of the file; empty if no tensor is ignored."""
+        """Sentence about the ignored tensors of the LoRA file; empty if no tensor is ignored."""
         if not self.ignored:
             return ""
         parts = ", ".join(f"{part} ({count})" for part, count in self.ignored.items())
@@ -144,7 +144,7 @@ def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
 
 
 def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
-    """Check that a LoRA file's tensors form complete pairs of factors that diffusers can load.
+    """Check that a LoRA file's tensors form pairs that diffusers can load; count those it ignores.
 
     Returns:
         Number of ignored tensors, by model part.

@@ -56,7 +56,7 @@ def estimate(
     device: str,
     num_threads: int = 1,
 ) -> MemoryEstimate:
-    """Estimate the memory of encode, steps and decode of a model.
+    """Estimate the memory of encode, steps and decode of a model, by runs on fake tensors.
 
     The estimate takes some seconds of one CPU core. It changes none of torch's global settings, so
     other threads can use torch meanwhile.
@@ -264,7 +264,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 
 
 class FakeModel:
-    """Model whose components have fake tensors as weights.
+    """Model with fake tensors as weights, which measures memory and FLOPs of a clip's parts.
 
     Meta tensors would not do: torch does not choose the CPU's kernels for them. This matters for
     attention, because its CPU kernel never stores the whole matrix of attention weights.
@@ -320,7 +320,7 @@ class FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps to measure; usually two, because the second step needs more memory.
+        """Number of steps that an estimate runs; usually two, as the second needs more memory.
 
         All steps are measured in two cases: if the model has two experts and is quantised, so that
         the experts can differ, and for a modular pipeline, whose decode needs the state after the
@@ -333,7 +333,7 @@ class FakeModel:
         return steps if differ or is_modular else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        """Run a clip's encode; return the clip's state (packet), and the memory of the encode."""
+        """Run a clip's encode on fake weights; return the clip's packet and the encode's memory."""
         source = blank_input(self._sampling, whole=True)
         prepared: PreparedInput = {} if source is None else self._model.prepare(source)
         request = ClipRequest(
@@ -343,7 +343,7 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps; return the clip's state (packet), and the memory of the steps.
+        """Run `num_steps` steps on fake weights; return the clip's packet, and the steps' memory.
 
         If the model has two experts, the memory is that of a rank with the larger expert.
         """
@@ -355,7 +355,7 @@ class FakeModel:
         return result, memory._replace(weight_bytes=max(memory.weight_bytes, *sizes))
 
     def decode(self, packet: Tensors) -> PartMemory:
-        """Run the decode of a clip's state (packet), and return the memory of the decode."""
+        """Run the decode of a clip's packet on fake weights, and return the decode's memory."""
         roles = Roles(encode=False, denoise=False, decode=True)
         decode = partial(self._model.decode_with, packet, lambda video, **_: video[:, :, :1])
         return self._measured(roles, packet, decode)[1]
@@ -373,7 +373,7 @@ class FakeModel:
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Run `work`, and return its result and the memory of a rank with the given roles.
+        """Run a part of a clip on fake weights; return its result, and the memory of such a rank.
 
         Args:
             roles: Roles of the rank. Only the weights that these roles need are counted.
@@ -425,7 +425,7 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Call a method on fake tensors; return peak bytes, FLOPs, and the result on meta."""
+        """Call a component's method on fake tensors; return peak bytes, FLOPs and a meta result."""
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:
@@ -493,7 +493,7 @@ class _RepeatedTiles:
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Measure the call unless an equal one was measured; return a tensor without values."""
+        """Measure a VAE's call on a tile, unless an equal one is known; return an empty tensor."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile

@@ -41,7 +41,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_above_start(self) -> int:
-        """Peak bytes minus the bytes of the tensors that existed before the block."""
+        """Peak bytes of tensors, without those of the tensors that existed before the block."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor, of any shape and dtype, until the storage is freed."""
+        """Count the bytes of a tensor's storage until the storage is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:

@@ -29,7 +29,7 @@ from svdpp.models.hub import download_component_configs, download_weights, snaps
 
 @dataclass(frozen=True, kw_only=True)
 class _Source:
-    """Place of a component, as its entry in `modular_model_index.json` names it."""
+    """Repository and folder of a component, as its entry in `modular_model_index.json` says."""
 
     part: str
     """Name of the component."""
@@ -139,7 +139,7 @@ def _named(repository: str, parts: Iterable[str]) -> Iterator[None]:
 def _find_source(
     index: JsonFile, part: str, folder: Path, model: ModelConfig, *, is_local: bool
 ) -> _Source | None:
-    """Return the place that the index of a modular pipeline names for a component.
+    """Return the repository and folder that a modular pipeline's index names for a component.
 
     The result is None if the component is in the usual folder, `folder/NAME`, and the index names
     no variant for it.
@@ -232,7 +232,7 @@ def _has_files(folder: Path, part: str) -> bool:
 def _text(
     index: JsonFile, part: str, where: Mapping[str, Any], key: str, pattern: str
 ) -> str | None:
-    """Return the text at a key of an index entry, such as its revision; None if it is missing.
+    """Return the text at a key of a component's index entry, such as `revision`; None if missing.
 
     Raises:
         ModelError: The value does not match the pattern.

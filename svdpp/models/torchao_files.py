@@ -47,7 +47,7 @@ _QUANT_TYPES = [
 
 
 def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser: bool) -> None:
-    """Check that a component is quantised in the only way that svdpp runs.
+    """Check, by its config, that a component is quantised in the only way that svdpp runs.
 
     The component must be a denoiser, and TorchAO must have quantised its weights, but not its
     activations, to int8 with one scale for each row.
@@ -169,7 +169,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
 
 
 def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
-    """Return the value of the JSON text at a key of the metadata; it must be of type `kind`."""
+    """Return the value of the JSON text at a key of TorchAO's metadata, of type `kind`."""
     try:
         value = json.loads(metadata[key])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -180,7 +180,7 @@ def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
 
 
 def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
-    """Check the tensors of a quantised weight, and remove them from `entries`.
+    """Check the tensors of an int8 weight, remove them from `entries`, and return its dtype.
 
     Returns:
         Dtype in which the quantised layer computes, such as bf16.

@@ -213,8 +213,7 @@ class Route:
     def has_latent(self, rank: int) -> bool:
         """Whether a rank computes the final latent itself, as second rank of the clip's last pair.
 
-        Such a rank has computed the final latent itself, so the latent is not sent to it when
-        several ranks decode the clip.
+        The latent is therefore not sent to such a rank when several ranks decode the clip.
 
         Args:
             rank: Any rank of the layout.

@@ -53,7 +53,7 @@ class _Stop(Exception):
 
 @dataclass(kw_only=True, eq=False)
 class RangeCall:
-    """Call of a pipeline that runs the steps from `start` to `end` (exclusive)."""
+    """Call of a pipeline's `__call__` that runs only steps `start` to `end` (exclusive)."""
 
     pipe: Any
     """Pipeline of diffusers. No other call uses the same scheduler object."""
@@ -99,7 +99,7 @@ class RangeCall:
         self._packer = Packer()
 
     def packet(self, inputs: Node | None = None) -> Tensors:
-        """Return the packet for the next rank: after the range's last step, or after the encode.
+        """Return the clip's packet for the next rank, after the range's last step or the encode.
 
         Args:
             inputs: Facts about the clip's inputs that later calls need, such as
@@ -114,7 +114,7 @@ class RangeCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the pipeline, which runs the steps of the range.
+        """Call a pipeline's `__call__` so that it runs only the range's steps; return its result.
 
         Args:
             arguments: Arguments of the pipeline's `__call__`.
@@ -174,11 +174,13 @@ class RangeCall:
 
     @property
     def _is_last(self) -> bool:
-        """Whether the current step is the last step of the range."""
+        """Whether the current step is the last one that this call of a pipeline runs."""
         return self.end is not None and self._index == self.end - 1
 
     def _begin_step_or_stop(self) -> None:
-        """Begin a new step, if `scheduler.step` was called since the last call of a denoiser.
+        """Begin a pipeline's next step, or after the range, pack the state and end the call.
+
+        A step ends when `scheduler.step` has been called since the last call of a denoiser.
 
         Raises:
             _Stop: The new step is after the range.
@@ -261,12 +263,12 @@ class RangeCall:
             self.after_step(self._index, self._reached())
 
     def _reached(self) -> torch.Tensor:
-        """Return the latent after the last finished step."""
+        """Return a clip's latent after the last finished step of this call."""
         latents = self._latents
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Store the latent after a step.
+        """Store the latent after a step; return the packet's latent before the range begins.
 
         After the last step before the range, the callback returns the latent of the packet, and the
         pipeline continues with this latent.
@@ -280,7 +282,7 @@ class RangeCall:
 
     @contextmanager
     def progress_bar(self, *_: Any, **__: Any) -> Iterator[RangeCall]:
-        """Replace the progress bar of the pipeline's loop over the steps of a clip or of a chunk.
+        """Replace the progress bar of a pipeline's loop, to notice the ends of steps and chunks.
 
         The pipeline calls `update` after each step. The end of the `with` block ends the chunk.
         """
@@ -292,7 +294,7 @@ class RangeCall:
         self._records.paused = False
 
     def update(self, *_: Any) -> None:
-        """Finish a step, and end the pipeline's call after the last step of the range.
+        """Finish a step, in place of a progress bar's `update`; end the call after the range.
 
         Pipelines call this method of a progress bar after each step.
         """
@@ -303,7 +305,7 @@ class RangeCall:
     # 3. Contents of the packet for the next rank.
 
     def _pack(self) -> None:
-        """Pack the records of the encode, and the state after the last finished step."""
+        """Pack the encode's records, and the state after the last step, for the next rank."""
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
@@ -315,7 +317,7 @@ class RangeCall:
         self._structure = {"records": recorded, "step": step}
 
     def _packed_results(self, name: str) -> list[list[Node]]:
-        """Return the structures of the current step's results, one list for each scheduler."""
+        """Pack the results of `scheduler.step`; return a list of structures for each scheduler."""
         results: list[list[Node]] = [[] for _ in self._schedulers]
         for place, result, before in self._results:
             if before is None:
@@ -327,7 +329,10 @@ class RangeCall:
         return results
 
     def _packed_step(self) -> Node:
-        """Return the structure of everything that later ranks need to skip the finished steps."""
+        """Pack what later ranks need to skip the finished steps, without the latent.
+
+        The tensors go into the packet, and their structure is returned.
+        """
         chunks = [*self._chunks, self._packed_results("result")]
         states = []
         for place, (scheduler, before) in enumerate(self._schedulers):
@@ -482,7 +487,7 @@ class GuidanceBranches:
         return own
 
     def end_step(self, step: int) -> None:
-        """Check before `scheduler.step` that both branches of the step have been evaluated.
+        """Raise a `ModelError` unless both guidance branches of the step have been evaluated.
 
         Raises:
             ModelError: Only one branch was evaluated.

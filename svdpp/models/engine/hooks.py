@@ -34,7 +34,7 @@ def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
 
 @contextmanager
 def hooked(target: Any, handler: Any, methods: dict[str, str]) -> Iterator[None]:
-    """Intercept methods of an object while the `with` block runs; see `hook`."""
+    """Redirect methods of an object to a handler while the `with` block runs; see `hook`."""
     plain = target.__class__
     hook(target, handler, methods)
     try:

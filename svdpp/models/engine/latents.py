@@ -32,7 +32,7 @@ _CASTING = "FlowMatchEulerDiscreteScheduler"
 def latent_spec(
     pipe: Any, checkpoint: Checkpoint, sampling: Any, dtype: Dtype, step: int
 ) -> LatentSpec:
-    """Return shape and dtype of a clip's latent after `step` steps.
+    """Return shape and dtype that a clip's latent has after a number of steps.
 
     Args:
         pipe: Loaded pipeline. The components' weights are not needed.
@@ -80,5 +80,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return the first of the attributes `names` that a pipeline has; 1 if it has none of them."""
+    """Return the value of the first attribute in `names` that a pipeline has, or 1."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -102,9 +102,9 @@ with torch.device("meta"):
 def load_pipeline(
     checkpoint: Checkpoint, model: ModelConfig, *, sampling: Any, roles: Roles, device: str
 ) -> Any:
-    """Load the pipeline of one rank.
+    """Load a rank's pipeline: the components that the rank runs, and skeletons of all others.
 
-    Components that only other ranks use become skeletons, which have no weights.
+    Skeletons have no weights.
 
     Args:
         checkpoint: Checked checkpoint, with weights.

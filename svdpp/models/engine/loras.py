@@ -135,7 +135,7 @@ class PipelineLoras:
 
 
 def _keys(loras: tuple[Lora, ...]) -> list[tuple[_Key, Lora]]:
-    """Return (key, LoRA) pairs. A LoRA that occurs twice has two keys, and is loaded twice."""
+    """Return (key, LoRA) pairs. A LoRA that occurs twice gets two keys, and is loaded twice."""
     counts: Counter[Lora] = Counter()
     keys = []
     for lora in loras:
@@ -275,7 +275,7 @@ def _converted(
 
 
 def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -> None:
-    """Check that the two factors of each weight change fit the shape of the denoiser's weight.
+    """Check that each LoRA's two factors of a weight change fit the shape of the weight.
 
     Raises:
         ModelError: A factor has a shape that does not fit.
@@ -309,7 +309,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
 
 
 def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str]) -> None:
-    """Check that each factor belongs to a module of the denoiser.
+    """Check that each factor of a LoRA belongs to a module of the denoiser.
 
     Raises:
         ModelError: The denoiser lacks the module, or no factor is for this denoiser.
@@ -325,7 +325,7 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
 def _check_loaded(
     denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str], name: str
 ) -> None:
-    """Check that a loaded adapter has exactly the tensors of the LoRA file.
+    """Check that a LoRA's loaded adapter has exactly the tensors of the LoRA file.
 
     If the file lacked a tensor of the adapter, this tensor would be uninitialised memory, which has
     different values in each run.

@@ -43,7 +43,7 @@ class _TilesDecoded(Exception):
 
 
 class EngineModel:
-    """Model of one rank, for clips with the same sampling parameters.
+    """Loaded model of one rank: encode, steps and decode of clips with equal sampling parameters.
 
     Families with modular pipelines use the subclass `ModularModel`.
     """
@@ -101,7 +101,7 @@ class EngineModel:
         return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of all tensors that a packet must have, by name.
+        """Return shape and dtype of all tensors that a packet must have by its structure, by name.
 
         Args:
             tensors: Tensors of the packet, including the structure, which names all other tensors.
@@ -119,7 +119,7 @@ class EngineModel:
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: ModelInput) -> PreparedInput:
-        """Prepare an image for the encode, on the CPU. A thread can call this while steps run.
+        """Prepare a clip's image for the encode, on the CPU. A thread can call this during steps.
 
         Args:
             source: Image or frames, fitted to the clip's size.
@@ -134,7 +134,7 @@ class EngineModel:
         return _resized(self._pipe, source, self._sampling)
 
     def encode(self, prepared: PreparedInput, request: ClipRequest) -> Tensors:
-        """Encode a clip's prompts and image, and draw its noise.
+        """Encode a clip's prompts and image, draw its noise, and return the clip's packet.
 
         Args:
             prepared: Result of `prepare`; empty for clips from text.
@@ -164,7 +164,7 @@ class EngineModel:
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Run steps `start` to `end` (exclusive).
+        """Run steps `start` to `end` (exclusive) of a clip, and return the clip's new packet.
 
         Args:
             tensors: Packet (state of the clip) before step `start`. Its tensors are not changed.
@@ -339,7 +339,7 @@ class EngineModel:
     def _later_call(
         self, tensors: Tensors, start: int, end: int | None, **more: Any
     ) -> tuple[RangeCall, Any]:
-        """Call the pipeline for steps or the decode, with the packet in place of the encode."""
+        """Call the pipeline for steps or the decode, with a packet in place of the encode."""
         structure = read_structure(tensors)
         request = ClipRequest(
             seed=0,
@@ -357,9 +357,9 @@ def call_arguments(
     request: ClipRequest,
     source: ModelInput | None,
 ) -> dict[str, Any]:
-    """Return the arguments of the pipeline's `__call__` for one clip, without those that are None.
+    """Set a pipeline's scheduler and guiders for a clip, and return its arguments for the clip.
 
-    As a side effect, the pipeline gets a new scheduler and new guiders for the clip.
+    Arguments that are None are left out.
 
     Args:
         pipe: Pipeline of diffusers, which is changed.
@@ -411,7 +411,7 @@ def set_scheduler_and_guiders(pipe: Any, checkpoint: Checkpoint, sampling: Any) 
 
 
 def _accepted_arguments(pipe: Any, spec: FamilySpec) -> Iterable[str]:
-    """Return the names of the arguments that a call of the pipeline takes."""
+    """Return the names of the arguments that a pipeline's `__call__` takes."""
     if spec.modular is not None:
         return {*pipe.default_call_parameters} - {None}
     return inspect.signature(type(pipe).__call__).parameters
@@ -420,7 +420,7 @@ def _accepted_arguments(pipe: Any, spec: FamilySpec) -> Iterable[str]:
 def _input_arguments(
     pipe: Any, spec: FamilySpec, source: ModelInput | None, sampling: Any
 ) -> Mapping[str, Any]:
-    """Return the arguments of a pipeline's `__call__` for the images or videos of a clip."""
+    """Return those arguments of a pipeline's `__call__` that are a clip's images or videos."""
     if spec.references_argument is not None and source is not None:
         return _reference_arguments(pipe, spec, source)
     if isinstance(source, dict) and LAST_IMAGE in source:
@@ -432,7 +432,7 @@ def _input_arguments(
 
 
 def _reference_arguments(pipe: Any, spec: FamilySpec, source: ModelInput) -> dict[str, Any]:
-    """Return the pipeline's arguments for reference images and for the video, if there is one."""
+    """Return a pipeline's arguments for a clip's reference images, and for its video, if any."""
     files = source if isinstance(source, dict) else {IMAGE: source}
     references: list[Any] = [each for each in files.values() if isinstance(each, Image.Image)]
     if spec.modular is not None and spec.modular.reference_class is not None:
@@ -519,7 +519,7 @@ _BEFORE, _AFTER = 2, 3
 
 
 def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
-    """Return an image resized for CLIP, pixels in [0, 1], and for the VAE, pixels in [-1, 1]."""
+    """Resize an image for SVD's CLIP (pixels from 0 to 1) and for its VAE (from -1 to 1)."""
     processor = pipe.video_processor
     # Take the method from the class: a pipeline call in another thread may have replaced the
     # object's method.
@@ -577,7 +577,7 @@ def _pixels(image: Image.Image, top: int) -> torch.Tensor:
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
-    """Blur pixels along one dimension, only at the positions that the interpolation reads."""
+    """Blur an image for CLIP along one dimension, where the interpolation will read it."""
     # Imported here, because other families do not need the module, and because `silence_libraries`
     # must run before the import.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
@@ -601,7 +601,7 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _spans(size: int) -> list[tuple[int, int]]:
-    """Return the positions along a side of `size` pixels that the interpolation reads.
+    """Return the positions along an image's side that the interpolation for CLIP reads.
 
     Returns:
         Ranges (start, stop) in order, with gaps between them. `stop` is exclusive.

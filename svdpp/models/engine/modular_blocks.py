@@ -20,12 +20,12 @@ from svdpp.models.engine.records import is_unchanged, tensors_in
 
 
 def _is_leaf(block: Any) -> bool:
-    """Whether a block is a leaf, which does work itself: a loop, or a block without sub-blocks."""
+    """Whether a modular pipeline's block is a leaf: a loop, or a block without sub-blocks."""
     return isinstance(block, LoopSequentialPipelineBlocks) or not block.sub_blocks
 
 
 def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tuple[Any, ...]]]:
-    """Return all leaves of a tree of blocks, each with the blocks that contain it.
+    """Return all leaves of a modular pipeline's tree of blocks, each with its containers.
 
     Args:
         block: Root of the tree.
@@ -42,13 +42,13 @@ def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tup
 
 
 def repeats_blocks(block: Any) -> bool:
-    """Whether a block has its own code to run its sub-blocks, which may run them several times."""
+    """Whether a modular pipeline's block has its own code to run sub-blocks, maybe repeatedly."""
     own = type(block).__call__ is not SequentialPipelineBlocks.__call__
     return isinstance(block, SequentialPipelineBlocks) and own
 
 
 def is_in_other_branch(path: Sequence[Any], chosen: Sequence[Any]) -> bool:
-    """Whether two blocks are in different branches of a conditional block.
+    """Whether two blocks of a modular pipeline are in different branches of a conditional block.
 
     Only one of the branches runs, so the first block does not run if the second block runs.
 
@@ -72,12 +72,12 @@ def denoising_loops(pipe: Any, denoisers: Collection[str]) -> list[Any]:
 
 
 def is_denoising_loop(block: Any, denoisers: Collection[str]) -> bool:
-    """Whether a block is a loop of sub-blocks, one of which calls a denoiser."""
+    """Whether a modular pipeline's block is a loop of sub-blocks, one of which calls a denoiser."""
     return isinstance(block, LoopSequentialPipelineBlocks) and uses_denoisers(block, denoisers)
 
 
 def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
-    """Whether a block declares that it uses a denoiser."""
+    """Whether a modular pipeline's block declares that it uses a denoiser."""
     return any(name in denoisers for name in block.component_names)
 
 
@@ -141,7 +141,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of a value that was changed in place since the snapshot, or None."""
+        """Return the name of a block's value that was changed in place since then, or None."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -179,7 +179,7 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the value with the same storage, shape and strides as a tensor, or else the tensor.
+    """Return that value whose storage, shape and strides are a tensor's, or else the tensor.
 
     The packer packs a tensor that occurs twice only once if both are the same Python object. This
     function finds that object.

@@ -79,7 +79,7 @@ from svdpp.models.engine.shared_calls import LEAVE_OUT, SharedCalls
 
 
 class _Stop(BaseException):
-    """Exception that ends the call of the pipeline.
+    """Exception that ends a modular pipeline's call after this rank's steps.
 
     The base class is not `Exception`, because diffusers logs the traceback of each `Exception`.
     """
@@ -153,7 +153,7 @@ class ModularCall:
         self._is_shared_block = False
 
     def packet(self) -> Tensors:
-        """Return the packet for the next rank: the state of the clip where this call ended."""
+        """Return the packet for the next rank: the clip's state where this modular call ended."""
         return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
@@ -161,7 +161,7 @@ class ModularCall:
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the pipeline.
+        """Call a modular pipeline, which runs only the encode, a range of steps, or the decode.
 
         Args:
             arguments: Inputs of the pipeline; empty if this call continues from a packet.
@@ -191,7 +191,7 @@ class ModularCall:
     # 1. Top-level blocks.
 
     def select(self, _: Any, real: Callable[..., Any], **inputs: Any) -> Any:
-        """Choose a branch of a conditional block, or return the choice of an earlier rank.
+        """Choose a branch of a pipeline's conditional block, or return an earlier rank's choice.
 
         Args:
             real: Method `select_block` of the conditional block.
@@ -207,7 +207,7 @@ class ModularCall:
     def run_block(
         self, block: Any, real: Callable[..., Any], components: Any, state: Any, **kwargs: Any
     ) -> Any:
-        """Run a block without branches, or skip it if an earlier rank has run it.
+        """Run a modular pipeline's block without branches, or skip it if an earlier rank ran it.
 
         Args:
             block: Top-level block, or sub-block of the denoising loop.
@@ -237,7 +237,7 @@ class ModularCall:
         return result
 
     def _first_latent(self, latents: torch.Tensor | None) -> torch.Tensor:
-        """Return the latent for a packet before the first step.
+        """Return a clip's latent for the packet before the first step.
 
         Args:
             latents: Latent in the pipeline's state; None: the pipeline has no latent yet, because
@@ -560,7 +560,7 @@ class ModularCall:
         return {"steps": self._inner_steps, "generators": generators, "series": series}
 
     def _restore(self) -> None:
-        """Unpack the received packet, and set the attributes of the components."""
+        """Unpack an earlier rank's packet, and set the attributes of the components from it."""
         assert self.given is not None
         components = self.pipe.components
         self._unpacker = StateUnpacker(self.received, components, self._device)

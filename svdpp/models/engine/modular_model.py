@@ -16,7 +16,7 @@ from svdpp.models.engine.shared_calls import SharedCalls
 
 
 class ModularModel(EngineModel):
-    """Model of one rank, for families whose pipelines are modular."""
+    """Loaded model of one rank, as `EngineModel`, for families whose pipelines are modular."""
 
     @property
     def _modular(self) -> ModularSpec:
@@ -47,7 +47,7 @@ class ModularModel(EngineModel):
         after_step: AfterStep,
         partner: Partner | None = None,
     ) -> Tensors:
-        """Run steps `start` to `end` (exclusive); see `EngineModel.denoise`."""
+        """Run steps `start` to `end` (exclusive) of a clip; see `EngineModel.denoise`."""
         assert start < end
         branches = shared = None
         if partner is not None and self._spec.branches == "replay":

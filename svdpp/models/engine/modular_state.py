@@ -38,7 +38,7 @@ _MAKERS: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class AbsentValue:
-    """Placeholder for a value that was not sent, such as an image that was already encoded.
+    """Placeholder for a value that a packet lacks, such as an image that is already encoded.
 
     The placeholder is not None, so conditional blocks choose the same branch as with the value. Any
     other use of the placeholder raises `ModelError`.
@@ -66,7 +66,7 @@ class AbsentValue:
 
 
 class StatePacker(Packer):
-    """Packer for all kinds of values in a modular pipeline's state.
+    """Packer that puts all kinds of values in a modular pipeline's state into a packet.
 
     An object that occurs several times is packed once, and is one object again on the next rank.
 
@@ -87,7 +87,7 @@ class StatePacker(Packer):
         self._storages: set[int] = set()
 
     def pack(self, value: Any, name: str, *, may_be_absent: bool = False) -> Node:
-        """Return the structure of a value; keep the value's tensors in `tensors`.
+        """Return the structure (JSON) of a value for a packet; keep its tensors in `tensors`.
 
         Args:
             value: Value of the pipeline's state, or of a component's `__dict__`.
@@ -142,7 +142,7 @@ class StatePacker(Packer):
         return {"kind": "absent", "description": description}
 
     def describe(self, value: Any) -> Node:
-        """Return the structure of a value without keeping its tensors."""
+        """Return the structure (JSON) of a value without keeping its tensors for the packet."""
         return StatePacker({}, keeps=False).pack(value, "value")
 
     def _pack_tensor(self, tensor: torch.Tensor, name: str) -> Node:
@@ -165,7 +165,7 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs a value of a known class; None for other classes."""
+        """Return a function that packs a value of a known class for a packet; None for others."""
         kind = type(value)
         if isinstance(value, torch.Generator):
             is_host = value.device.type == "cpu"
@@ -220,7 +220,7 @@ NOT_STATE = frozenset({"_parameters", "_modules", HOOK, _CONFIG, "forward", "_di
 
 
 class StateUnpacker:
-    """Unpacker of the structures that `StatePacker` returns.
+    """Unpacker that rebuilds the values of a modular pipeline's state from a packet.
 
     Args:
         tensors: Tensors of the packet, by name.
@@ -273,7 +273,7 @@ class StateUnpacker:
         return self._object(node)
 
     def _object(self, node: Node) -> Any:
-        """Rebuild an object, and register it under its number for nodes of kind `same`."""
+        """Rebuild an object from a packet; register its number for nodes of kind `same`."""
         value: Any
         if node["kind"] == "generator":
             value = torch.Generator("cpu" if node["is_host"] else self._device)
@@ -310,5 +310,5 @@ class StateUnpacker:
 
 
 def _computes(value: Any) -> bool:
-    """Whether a value is a module or another object with `forward`, which is never sent."""
+    """Whether a value is a module or has a `forward`; such values are never sent in packets."""
     return isinstance(value, torch.nn.Module) or callable(getattr(value, "forward", None))

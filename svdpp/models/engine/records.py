@@ -63,7 +63,7 @@ register_pytree_node(
 
 
 class Packer:
-    """Converter of a value to a structure, which is JSON, and named tensors.
+    """Converter of values for a packet: to a structure, which is JSON, and named tensors.
 
     A structure is a tree of JSON objects, one for each container, plain value and tensor in the
     value. The object of a tensor has only the tensor's name, shape, dtype and strides. The tensor
@@ -77,7 +77,7 @@ class Packer:
         self._sources: dict[str, torch.Tensor] = {}
 
     def pack(self, value: Any, name: str) -> Node:
-        """Return the structure of a value; keep the value's tensors in `tensors`.
+        """Return the structure (JSON) of a value for a packet; keep its tensors in `tensors`.
 
         Args:
             value: Tensors and plain values in nested lists, tuples, dicts and output classes of
@@ -138,7 +138,7 @@ def read_structure(packet: Tensors) -> Node:
 
 
 def pack_structure(value: Any) -> Node:
-    """Return the structure of a value without tensor names, for tensors that are not sent."""
+    """Return the structure (JSON) of a value whose tensors are not sent, so they have no names."""
     return Packer(keeps=False).pack(value, "value")
 
 
@@ -159,7 +159,7 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
 
 def unpack_tensor(leaf: Node, tensors: Tensors, device: torch.device) -> torch.Tensor:
-    """Rebuild a tensor from its node; see `unpack`."""
+    """Rebuild a tensor of a packet from its node in the structure; see `unpack`."""
     if leaf["name"] is None:
         dtype = getattr(torch, leaf["dtype"])
         number = torch.nan if dtype.is_floating_point else 0
@@ -171,12 +171,12 @@ def unpack_tensor(leaf: Node, tensors: Tensors, device: torch.device) -> torch.T
 
 
 def zeros_for(node: Node, device: torch.device) -> Any:
-    """Rebuild a value from its structure, with zeros on a device in place of all tensors."""
+    """Rebuild a value from its structure (JSON), with zeros on a device in place of tensors."""
     return _build(node, lambda leaf: zero_tensor(leaf, device))
 
 
 def zero_tensor(leaf: Node, device: torch.device) -> torch.Tensor:
-    """Return zeros with the shape, dtype and strides of a tensor's node."""
+    """Return zeros with the shape, dtype and strides in a tensor's node of a structure."""
     shape, stride = leaf["shape"], leaf["stride"]
     made = torch.zeros(shape, dtype=getattr(torch, leaf["dtype"]), device=device)
     return made if stride is None else made.as_strided(shape, stride)
@@ -192,7 +192,7 @@ def leaves(node: Node) -> list[Node]:
 
 
 def named_tensors(structure: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return shape and dtype of every tensor that a structure names, by name.
+    """Return shape and dtype of every tensor that a packet's structure names, by name.
 
     Args:
         structure: Structure of a packet, or a part of such a structure.
@@ -292,7 +292,7 @@ def scheduler_changes(before: Mapping[str, Any], scheduler: Any) -> dict[str, An
 
 
 def is_unchanged(before: Any, now: Any) -> bool:
-    """Whether an attribute still has its earlier value.
+    """Whether an attribute of a component still has its earlier value.
 
     A value counts as unchanged if it is the same object, an equal plain value, or a list, tuple,
     dict or dataclass of unchanged values.
@@ -375,7 +375,7 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 
 @dataclass(eq=False)
 class Records:
-    """Recorded results of methods of a pipeline and its components, and states of the generator."""
+    """Results of a pipeline's methods, which the encode records and later calls replay."""
 
     spec: FamilySpec
     unpacked: Callable[[Node], Any]
@@ -428,7 +428,7 @@ class Records:
         return self.unpacked(record["result"])
 
     def restore(self, states: Node) -> None:
-        """Set the random generator to the state that an earlier rank has sent.
+        """Set a clip's random generator to the state that an earlier rank has sent.
 
         Args:
             states: Part of the packet's structure that names the tensor with the state.
@@ -484,7 +484,7 @@ class Records:
 
 @contextmanager
 def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
-    """Replace methods of one object while the `with` block runs.
+    """Replace methods of one pipeline or component while the `with` block runs.
 
     Args:
         target: Pipeline, or a part of a pipeline. Other objects of the same class do not change.
@@ -503,7 +503,7 @@ def patch_methods(target: Any, **methods: Any) -> Iterator[None]:
 
 
 def component_methods(component: Any) -> dict[str, Callable[..., Any]]:
-    """Return the methods of a pipeline's component that the pipeline calls, by name."""
+    """Return the methods of a pipeline's component that are recorded and replayed, by name."""
     names = _METHODS if isinstance(component, torch.nn.Module) else _PREPROCESS
     return {name: getattr(component, name) for name in names if hasattr(component, name)}
 

@@ -55,7 +55,7 @@ class SharedCalls:
     _repeated: int = 0
 
     def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
-        """Run a block twice, as in the class's table, or once if it calls no denoiser.
+        """Run a block whose denoiser calls two ranks share: twice, or once if it calls no denoiser.
 
         Args:
             step: Index of the current step.
@@ -82,7 +82,7 @@ class SharedCalls:
         return result
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a denoiser call: computed, or zeros, or known from the first run.
+        """Return a shared denoiser call's result: computed, zeros, or known from the first run.
 
         Args:
             step: Index of the current step.
@@ -109,7 +109,7 @@ class SharedCalls:
         return clone_tensors(result)  # the block may change it in place; `_own` must stay as it is
 
     def _check_shape(self, step: int, result: Any) -> None:
-        """Store the structure of the first result; check that later results have the same one."""
+        """Check that all results of a denoiser have the structure of the first, which is stored."""
         node = Packer().pack(result, PREDICTION)
         if not self.outputs:
             self.outputs.append(node)
@@ -121,7 +121,7 @@ class SharedCalls:
             )
 
     def _exchange(self, step: int) -> list[Any]:
-        """Exchange the results of all calls with the partner, and return them in order.
+        """Exchange all denoiser results with the pair's other rank; return them in order.
 
         Both ranks send the same number of results. If the number of calls is odd, rank 2u + 1 adds
         zeros.
@@ -145,7 +145,7 @@ class SharedCalls:
 
 
 class _Call:
-    """Denoiser and arguments of a call, to be compared with those of a later call.
+    """Denoiser and arguments of one denoiser call, to be compared with those of a later call.
 
     The arguments are stored and not hashed. They are latents and embeddings, which are small
     compared with the denoiser's activations, and most of them are the same objects in both runs.
@@ -157,7 +157,7 @@ class _Call:
         self._versions = [_version(leaf) for leaf in self._leaves]
 
     def repeats(self, earlier: _Call) -> bool:
-        """Whether this call has the same denoiser and bitwise the same arguments as an earlier one.
+        """Whether a call has the same denoiser and bitwise the same arguments as an earlier one.
 
         An argument of the earlier call that has been changed in place since counts as different.
         """
@@ -174,7 +174,7 @@ def _version(leaf: Any) -> int | None:
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
-    """Whether two arguments are the same object, equal plain values, or bitwise equal tensors."""
+    """Whether two calls' arguments are the same object, equal values, or bitwise equal tensors."""
     if ours is theirs:
         return True
     if type(ours) is not type(theirs):

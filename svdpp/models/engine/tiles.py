@@ -59,7 +59,7 @@ class PartDecoder:
         """Shapes of the tiles seen so far, including tiles that this rank does not decode."""
 
     def __call__(self, latent: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Decode a latent, (B, C, F, H, W), and store the result, if it is of a tile of this part.
+        """Decode a tile's latent, (B, C, F, H, W), and store the result, if this rank has the tile.
 
         Returns:
             Empty tensor in place of the frames. diffusers can blend and concatenate it.
@@ -95,7 +95,7 @@ class TilePlayer:
         self._tiles, self._calls, self._count = tiles, _TileCalls(), 0
 
     def __call__(self, *_: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the next decoded tile, or zero frames in further calls for the same tile."""
+        """Return a clip's next decoded tile, or no frames in further calls for the same tile."""
         if self._calls.begins_tile(kwargs):
             self._count += 1
             return self._tiles[tile_name(self._count - 1)]
@@ -118,7 +118,7 @@ class _TileCalls:
         self._cache: Any = None
 
     def begins_tile(self, kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the decoder's next call is the first call for a tile.
+        """Return whether the VAE decoder's next call is the first call for a tile.
 
         Call this method exactly once before each call of the decoder, because it compares the cache
         with that of the previous call.

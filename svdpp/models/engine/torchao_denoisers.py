@@ -12,7 +12,7 @@ from svdpp.models.files import short_repr
 
 
 def check_layers(module: torch.nn.Module, part: str) -> None:
-    """Check that only linear layers of a loaded denoiser are quantised, and check their shapes.
+    """Check that only linear layers of a denoiser are quantised by TorchAO, and their shapes.
 
     diffusers does not check the shapes of weights that TorchAO has quantised.
 
@@ -54,7 +54,7 @@ def check_layers(module: torch.nn.Module, part: str) -> None:
 
 
 def quantise_fake_to_int8(module: Any, dtype: torch.dtype, fake: FakeTensorMode) -> None:
-    """Replace fake weights by fake int8 weights in the layers that diffusers would quantise.
+    """Replace fake weights by fake int8 weights in the layers that TorchAO would quantise.
 
     Args:
         module: Denoiser with fake weights.
