@@ -155,6 +155,8 @@ class JsonFile:
     def refuse(self, key: str, reason: str) -> None:
         """Raise a `ModelError` unless a key of a checkpoint's JSON file is missing, falsy or empty.
 
+        A list of falsy values counts as empty.
+
         Args:
             key: Key of the object.
             reason: Effect of the key, which follows "it" in the message, such as "draws noise".
