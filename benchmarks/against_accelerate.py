@@ -77,7 +77,7 @@ def commands(photos: list[str], num_seeds: int, folder: Path) -> dict[str, list[
     }
 
 
-def seconds(command: list[str], out: Path, num_clips: int) -> float:
+def timed_run(command: list[str], out: Path, num_clips: int) -> float:
     """Run a command, check that all its clips are complete, and return its wall time in seconds."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     begun = time.monotonic()
@@ -98,7 +98,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             both = list(commands(photos, asked.seeds, Path(name)).items())
             taken = {
-                Path(out).name: seconds(command, Path(out), len(photos) * asked.seeds)
+                Path(out).name: timed_run(command, Path(out), len(photos) * asked.seeds)
                 for out, command in (both if repeat % 2 == 0 else both[::-1])
             }
         ratios.append(taken["svdpp"] / taken["accelerate"])

@@ -59,18 +59,18 @@ _ABOUT = {"ranks": 8, "free": 0, "claims": 1, "sizes": ["1024x576"], "weights": 
 _WARM_CLIPS = 6
 
 
-class Counted(psycopg.Connection[Any]):
+class CountingConnection(psycopg.Connection[Any]):
     """Connection of psycopg that counts SQL statements. `number` is the sum of all connections."""
 
     number = 0
 
     def execute(self, *args: Any, **kwargs: Any) -> Any:
-        Counted.number += 1
+        CountingConnection.number += 1
         return super().execute(*args, **kwargs)
 
 
 class Simulation:
-    """Simulated servers that share the connections of one thread.
+    """Simulated servers of a fleet that share the database connections of one thread.
 
     `seconds` has the durations of the calls to the queue, in seconds, by the kind of call.
     """
@@ -151,7 +151,7 @@ def _fleet_queues(
 
 
 def _simulate(asked: argparse.Namespace) -> None:
-    psycopg.connect = Counted.connect  # type: ignore[assignment]
+    psycopg.connect = CountingConnection.connect  # type: ignore[assignment]
     connections = asked.listeners + 2 * asked.threads + 10
     with (
         _fleet_queues(asked.threads, asked.queued, connections) as (url, queues),
@@ -183,10 +183,10 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
     time.sleep(hold)  # wait until each server has claimed a clip
     for part in parts:
         part.seconds = defaultdict(list)
-    before, first = _size(queue), Counted.number
+    before, first = _size(queue), CountingConnection.number
     for thread in threads:
         thread.join()
-    statements, after = Counted.number - first, _size(queue)
+    statements, after = CountingConnection.number - first, _size(queue)
     found: dict[str, list[float]] = defaultdict(list)
     for part in parts:
         for name, each in part.seconds.items():

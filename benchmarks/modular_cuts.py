@@ -49,7 +49,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Seconds(NamedTuple):
-    """Processor time of a range of steps."""
+    """CPU seconds of a range of steps: before its first step, of all, and after its last step."""
 
     before: float
     whole: float

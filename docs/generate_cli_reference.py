@@ -63,8 +63,8 @@ def _pages() -> dict[Path, str]:
     models, architecture = (page.read_text(encoding="utf-8") for page in (MODELS, ARCHITECTURE))
     return {
         TARGET: reference(),
-        MODELS: _TABLE.sub(lambda match: match[1] + families(), models),
-        ARCHITECTURE: _FILES.sub(lambda match: match[1] + files(), architecture),
+        MODELS: _TABLE.sub(lambda match: match[1] + families_table(), models),
+        ARCHITECTURE: _FILES.sub(lambda match: match[1] + list_of_files(), architecture),
     }
 
 
@@ -81,7 +81,7 @@ def _differs(page: Path, wanted: str) -> bool:
     return True
 
 
-def families() -> str:
+def families_table() -> str:
     """Return the table of model families in Markdown."""
     lines = ["| family | models | from | pipelines | schedulers |", "|---|---|---|---|---|"]
     for each in map(describe, SAMPLING_CLASSES):
@@ -94,7 +94,7 @@ def families() -> str:
     return "\n".join(lines) + "\n"
 
 
-def files() -> str:
+def list_of_files() -> str:
     """Return the modules and scripts of svdpp in Markdown, by folder, each with its first line."""
     lines: list[str] = []
     folders = {path.parent for path in SOURCE.rglob("*.py")} | {SOURCE / "serve" / "page"}
@@ -173,7 +173,7 @@ def _described(parameter: Any) -> str:
 
 
 def _folded(item: str) -> str:
-    """Wrap a list item to lines of at most 120 characters. Code spans are not broken."""
+    """Wrap a Markdown list item to lines of at most 120 characters. Code spans are not broken."""
     whole = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", _SPACE), item)
     lines = textwrap.wrap(
         whole, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False

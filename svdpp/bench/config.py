@@ -83,7 +83,7 @@ class Model(Section):
 
 
 def _layout_fields() -> dict[str, Any]:
-    """Return the type and default of each field of a `ParallelConfig`, by its option name."""
+    """Return the type and default of each layout option, for a benchmark's configuration."""
     types = get_type_hints(ParallelConfig)
     for name, annotation in types.items():
         if annotation is int:
@@ -128,7 +128,7 @@ _SHORT_NAMES = {"num_inference_steps": "steps", "num_frames": "frames"}
 
 
 def _parameters() -> dict[str, Any]:
-    """Return the type and default of each sampling parameter of all families.
+    """Return the type and default of each sampling parameter, for a benchmark's configuration.
 
     Each default is None, which means the model's default.
     """

@@ -107,7 +107,7 @@ class Results:
 
 
 def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield each span of a round: actions, their steps, waits and transfers, in order of time.
+    """Yield each span of a benchmark's round in order of time: actions, steps, waits, transfers.
 
     Args:
         trace: Measurements of the round.
@@ -186,7 +186,7 @@ def _over_rounds(name: str, rounds: list[dict[str, Any]]) -> float | None:
 
 
 def _round_metrics(bench: Bench, done: Round) -> dict[str, Any]:
-    """Return the metrics of a round for all ranks together, by the names of `METRICS`."""
+    """Return a round's metrics for all ranks together, by the names of `METRICS`."""
     metrics, forecast = done.metrics, done.metrics.forecast_seconds
     steps, ranks = [step.end - step.start for step in done.trace.steps], done.metrics.ranks
     wall = sum(rank.wall for rank in ranks)

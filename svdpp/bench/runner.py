@@ -62,7 +62,7 @@ class Bench:
 
     @cached_property
     def flops(self) -> PartFlops:
-        """FLOPs of one clip, counted from the model's configs. The first use takes seconds."""
+        """FLOPs of one clip of a benchmark, from the model's configs. First use takes seconds."""
         return count_flops(self.config)
 
     def check_targets(self) -> None:

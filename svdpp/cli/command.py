@@ -142,7 +142,7 @@ def _names_of_fields(context: typer.Context) -> dict[str, str]:
 
 
 def typed_options(context: typer.Context) -> dict[str, str]:
-    """Return the options on the command line, as the user typed them.
+    """Return a command's options as the user typed them, by the name of their parameter.
 
     Args:
         context: Context of the command.
@@ -203,7 +203,7 @@ def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _given_options(context: typer.Context) -> list[tuple[list[str], str]]:
-    """Return (all names, typed name) of each option that the user has typed."""
+    """Return (all names, typed name) of each option that a command line gives."""
     words = [word.partition("=")[0] for word in context.obj or ()]
     found = []
     for one in context.command.params:

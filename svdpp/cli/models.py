@@ -89,7 +89,7 @@ _VERIFIED_BY = (
 )
 
 
-def _verified(spec: FamilySpec) -> dict[str, Any]:
+def _verification_in_tests(spec: FamilySpec) -> dict[str, Any]:
     """Return how a family's clips compare with those of diffusers in the tests.
 
     `tests/models/test_registry.py` compares clips whose steps are cut between ranks (`cuts`), and
@@ -146,7 +146,7 @@ def describe(family: str) -> dict[str, Any]:
         "example": spec.example,
         "options": f"--model {spec.example}{as_family}{remark}",
         "license": spec.license,
-        "verified": _verified(spec),
+        "verified": _verification_in_tests(spec),
         **_describe_parameters(sampling),
     }
 

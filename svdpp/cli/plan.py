@@ -305,7 +305,7 @@ def plan(
 
 
 def _default_world() -> int:
-    """Return the number of GPUs that `svdpp run` would use; 4 on a machine without GPUs."""
+    """Return the number of ranks for a plan: this machine's GPUs; 4 on a machine without GPUs."""
     if not any(map(os.path.exists, _DRIVERS)):
         # Without a device file of the driver there is no GPU, and NVML need not be imported.
         return _DEFAULT_WORLD

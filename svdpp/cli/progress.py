@@ -154,7 +154,7 @@ class Progress(Bars):
         self._print_summary()
 
     def _print_summary(self) -> None:
-        """Print a summary line every `_LINE_SECONDS` if there is no live display."""
+        """Print a summary of the clips every `_LINE_SECONDS` if there is no live display."""
         if self.disable and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + _LINE_SECONDS
             self._remark_console.info(self._summary())
@@ -290,7 +290,7 @@ class ServerProgress(Progress):
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """Return a name for each clip: the name of its input, and the seed if clips have several seeds.
+    """Return the displayed name of each clip: that of its input, and the seed if seeds differ.
 
     Args:
         requests: Requests of the clips.
@@ -318,7 +318,7 @@ def open_log(
     quiet: bool = False,
     warns: bool = False,
 ) -> None:
-    """Configure the log: records on stderr, and more detailed records in a file.
+    """Configure a command's log: records on stderr, and more detailed records in a file.
 
     Args:
         verbosity: Level for stderr: 0 none, 1 ranks, transfers and clips, 2 also steps.

@@ -542,7 +542,7 @@ class RunCommand:
             for observer in (progress, EventLog(config.layout), manifest):
                 pipeline.observe(observer)
             try:
-                with self.traces.of(pipeline), pipeline:
+                with self.traces.write_trace(pipeline), pipeline:
                     results = sorted(
                         submit_and_collect(pipeline, clips), key=lambda result: result.clip
                     )

@@ -135,7 +135,7 @@ def _run_pipeline(
     with progress:
         pipeline.observe(progress)
         pipeline.observe(EventLog(config.layout))
-        with traces.of(pipeline), pipeline:
+        with traces.write_trace(pipeline), pipeline:
             pipeline.run(requests)
     console.info(", wrote ".join([progress.summary_line, *traces.paths]))
 

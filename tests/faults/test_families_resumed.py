@@ -29,7 +29,7 @@ _RANK = 1
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """Images, and videos of noise."""
+    """Images and videos of noise, as inputs of the test cases' clips."""
     return create_inputs(tmp_path_factory.mktemp("inputs"))
 
 

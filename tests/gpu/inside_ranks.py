@@ -180,7 +180,7 @@ def _waits_for_queue(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Counted(Damage):
+class CountedWaits(Damage):
     """Injected counter of a rank's waits for the GPU, written to a file before each step."""
 
     def reach(self, rank: int, clip: int, place: str) -> None:

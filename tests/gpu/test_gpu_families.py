@@ -14,7 +14,7 @@ from PIL import Image
 from svdpp.config import ClipRequest, ModelConfig, ParallelConfig, PipelineConfig
 from svdpp.config.families.registry import FAMILY_SPECS
 from svdpp.verification.verify import run_pipelined
-from tests.gpu.inside_ranks import Counted, HostWaits
+from tests.gpu.inside_ranks import CountedWaits, HostWaits
 from tests.gpu.machine import PHOTOS, Machine, Report
 from tests.support.families.ltx import TIMESTEP
 from tests.support.families.wan import T2V
@@ -86,7 +86,7 @@ def test_a_step_waits_for_the_device_no_more_than_diffusers(
 ) -> None:
     family, written = FAMILIES[name], tmp_path / "waits"
     config = _config(family, machine, tmp_path / "model", 1)
-    fault = Counted("hang", 0, 0, until=str(written))
+    fault = CountedWaits("hang", 0, 0, until=str(written))
     run_pipelined(config, [_request(family)], tmp_path, fault=fault)
     lines = [tuple(map(int, line.split())) for line in written.read_text().splitlines()]
     ours = _of_each_step([(queue, events) for _, queue, events in lines[1:]])

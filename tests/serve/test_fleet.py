@@ -32,7 +32,7 @@ from tests.support.engines import (
 )
 from tests.support.http_server import QUICK, HttpServer, error_of, wait
 from tests.support.processes import MARK
-from tools.soak.serve_server import belonging, fork_server_of, ranks_of
+from tools.soak.serve_server import fork_server_of, processes_of, ranks_of
 from tools.soak.serve_soak import soak
 
 pytestmark = pytest.mark.slow
@@ -181,7 +181,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("TMPDIR", str(temporary))
     monkeypatch.setenv(MARK, str(tmp_path))
     yield data
-    wait(lambda: not belonging(str(tmp_path), data), lambda: "processes are left")
+    wait(lambda: not processes_of(str(tmp_path), data), lambda: "processes are left")
     assert list(temporary.iterdir()) == []
     found = {str(path.relative_to(data)) for path in data.rglob("*") if path.is_file()}
     with closing(sqlite3.connect(data / "queue.sqlite3")) as database:

@@ -230,7 +230,7 @@ def demo_config(world_size: int = 2) -> PipelineConfig:
 
 
 def demo_job(folder: Path, seed: int, photo: Path | None = None) -> Job:
-    """Copy an image to the data folder, and return a job for the demo model with this image."""
+    """Copy an image to a service's data folder, and return a job of the demo model for it."""
     content = (photo or example_images()[0]).read_bytes()
     job_id = new_id()
     (folder / "photos").mkdir(exist_ok=True)

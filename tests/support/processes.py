@@ -91,7 +91,7 @@ def command_line(pid: int) -> str:
 
 
 def allowing_for_others(seconds: float) -> float:
-    """Scale a time limit for an idle machine by the current load of this machine.
+    """Return a time limit, given for an idle machine, scaled by the current load of this one.
 
     The load is the load average of the last minute or the number of processes that run now,
     whichever is larger, divided by the number of cores. `make test-jitter` pauses each process for
@@ -108,7 +108,7 @@ Happened = TypeVar("Happened")
 def wait_until(
     happens: Callable[[], Happened], seconds: float, what: str | Callable[[], str]
 ) -> Happened:
-    """Wait until `happens()` returns a true value, and return that value.
+    """Wait until `happens()` returns a true value, and return it; else fail the test.
 
     Fail the test with `what` after `seconds`.
     """

@@ -102,7 +102,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
     base = ["run", "--jobs", str(jobs_file), "--model", str(model), *_DEFAULTS]
 
     started = time.monotonic()
-    refused = svdpp([*base, "--world", "2", "--out", str(folder / "none"), "--json"], folder)
+    refused = run_svdpp([*base, "--world", "2", "--out", str(folder / "none"), "--json"], folder)
     refused_seconds = time.monotonic() - started
     wrong.check(refused.returncode in (2, 4), f"faulty lines: exit code {refused.returncode}")
     named = len(_named_lines(refused.stdout + refused.stderr))
@@ -120,7 +120,7 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
     wrong.check(not list((folder / "latents").glob("*")), "latent checkpoints are left")
     wrong.extend(f"process {pid} is left" for pid in marked(folder.name))
 
-    proof = svdpp(["verify", str(made), "--json"], folder)
+    proof = run_svdpp(["verify", str(made), "--json"], folder)
     wrong.check(
         proof.returncode == 0, f"verify: exit code {proof.returncode}: {proof.stderr[-500:]}"
     )
@@ -193,7 +193,7 @@ def _named_lines(text: str) -> set[int]:
 # --- processes -----------------------------------------------------------------------------------
 
 
-def svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+def run_svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run a command of svdpp, wait until it has ended, and return its exit code and output."""
     process = start(arguments, folder, capture=True)
     out, err = process.communicate()

@@ -60,7 +60,7 @@ def photos() -> list[bytes]:
     return found
 
 
-def requests(number: int, chance: random.Random) -> list[Request]:
+def random_requests(number: int, chance: random.Random) -> list[Request]:
     """Return `number` random requests for clips, for the soak test's clients.
 
     There are few different ones, so that few reference clips have to be made.

@@ -203,7 +203,7 @@ class FaultyServer:
         """Wait until the server and its processes have ended; report and kill leftover ones."""
         self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
-        while (left := belonging(self._mark, self._folder)) and time.monotonic() < end:
+        while (left := processes_of(self._mark, self._folder)) and time.monotonic() < end:
             time.sleep(0.05)
         self.problems += [f"left after {what}: {command_line(pid)[:200]}" for pid in left]
         for pid in left:
@@ -265,7 +265,7 @@ def _children(pid: int) -> list[int]:
     return []
 
 
-def belonging(mark: str, folder: Path) -> list[int]:
+def processes_of(mark: str, folder: Path) -> list[int]:
     """Return the ids of all processes of a server.
 
     A process belongs to the server if `mark` is in its environment or a file of `folder` is among

@@ -47,8 +47,8 @@ from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE
 from tests.support.backends import Postgres, postgres_server
 from tests.support.engines import remove_leftovers_now
-from tools.soak.serve_clients import Clients, Request, photos, requests
-from tools.soak.serve_server import FaultyServer, belonging
+from tools.soak.serve_clients import Clients, Request, photos, random_requests
+from tools.soak.serve_server import FaultyServer, processes_of
 
 _LEASE = 6.0
 _SECONDS_BETWEEN = 5.0
@@ -227,7 +227,7 @@ class FaultyServers:
         with ThreadPoolExecutor(len(self.servers)) as threads:
             codes = list(threads.map(FaultyServer.stop, self.servers))
         time.sleep(1.0)
-        left = belonging(self._folder.name, self._folder)
+        left = processes_of(self._folder.name, self._folder)
         return [f"exit codes {codes}"] * any(codes) + [f"process {pid} is left" for pid in left]
 
 
@@ -240,7 +240,7 @@ def _wait(happens: Callable[[], object], seconds: float = _HANG_SECONDS) -> None
 def soak(folder: Path, asked: argparse.Namespace) -> dict[str, Any]:
     """Run the soak test of `svdpp serve` in `folder`; return its summary."""
     chance, begun = random.Random(asked.seed), time.monotonic()
-    wanted = requests(asked.jobs, chance)
+    wanted = random_requests(asked.jobs, chance)
     with contextlib.ExitStack() as stack:
         database = stack.enter_context(postgres_server()) if asked.servers > 1 else None
         faulty = FaultyServers(folder, asked, database, chance)

@@ -202,7 +202,7 @@ def missing(folder: Path, num_clips: int) -> list[int]:
     return [clip for clip in range(num_clips) if clip not in done]
 
 
-def requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
+def resuming_requests(folder: Path, clips: list[int]) -> list[ClipRequest]:
     """Return a request for each clip, which resumes from the clip's latest latent checkpoint."""
     found = []
     for clip in clips:
@@ -219,7 +219,7 @@ def _say(**what: object) -> None:
 def work(folder: Path, num_clips: int) -> None:
     """Make the soak test's clips that have no result yet, and save the result of each."""
     clips = missing(folder, num_clips)
-    todo = requests(folder, clips)
+    todo = resuming_requests(folder, clips)
     with Pipeline(CONFIG, latents_folder=str(folder / "checkpoints")) as pipeline:
         group = pipeline._running_supervisor._group
         resumed = sum(request.done_steps > 0 for request in todo)

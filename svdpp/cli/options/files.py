@@ -502,7 +502,7 @@ class TraceOptions:
         return [] if self.trace is None else [shlex.quote(str(self.trace))]
 
     @contextlib.contextmanager
-    def of(self, pipeline: Pipeline) -> Iterator[None]:
+    def write_trace(self, pipeline: Pipeline) -> Iterator[None]:
         """Write the trace of a pipeline during the `with` block; complete it even after a failure.
 
         Args:

@@ -313,7 +313,7 @@ class ModelOptions:
         has_last_image: bool | None = None,
         num_references: int = 0,
     ) -> SamplingConfig:
-        """Return sampling parameters: given options, then the model's defaults, then diffusers'.
+        """Return a clip's sampling parameters: given options, model's defaults, then diffusers'.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.
