@@ -350,11 +350,11 @@ def _serve(
     """Check the options of `svdpp serve`, and serve HTTP until a signal arrives."""
     from svdpp.cli.progress import EventLog
     from svdpp.launch.fork_server import start_fork_server_early
-    from svdpp.serve.auth import check_host
+    from svdpp.serve.auth import load_keys
     from svdpp.serve.server import Server, build
 
     sizes = options.all_sizes()
-    keys = check_host(options.host, options.api_key_file)
+    keys = load_keys(options.host, options.api_key_file)
     with _bind(options.host, options.port) as bound:
         config, why = _config(options, launched)
         if launched is None:

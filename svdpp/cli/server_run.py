@@ -29,7 +29,7 @@ from svdpp.launch.world import World
 
 if TYPE_CHECKING:
     from svdpp.client.batch_run import BatchRun, ServerClip, ServerState
-    from svdpp.client.connection import Connection
+    from svdpp.client.connection import ServerConnection
     from svdpp.client.server_model import ServerModel
     from svdpp.driver.clip_names import NameTemplate
     from svdpp.driver.job_lines import JobLineReader
@@ -171,7 +171,7 @@ class _ServerRun:
     console: Console
     options: ServerRunOptions
     policy: OutputPolicy
-    connection: Connection
+    connection: ServerConnection
     model: ServerModel
     reader: JobLineReader
     clips: list[ServerClip]
@@ -184,7 +184,7 @@ class _ServerRun:
         console: Console,
         options: ServerRunOptions,
         policy: OutputPolicy,
-        connection: Connection,
+        connection: ServerConnection,
         model: ServerModel,
     ) -> _ServerRun:
         """Read and check the lines of the jobs file, and return the run at the server.

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from svdpp.client.connection import Connection, NotThereError
+from svdpp.client.connection import NotThereError, ServerConnection
 from svdpp.client.server_model import ServerModel
 from svdpp.config.limits import read_small_file
 from svdpp.driver.job_lines import JobLineReader, raise_line_errors
@@ -49,7 +49,7 @@ _FINAL = ("completed", "failed", "cancelled")
 
 @dataclass
 class BatchRecord:
-    """One batch of a run, recorded in `server.json` before the batch is sent."""
+    """Batch of a run at a server, recorded in `server.json` before the batch is sent."""
 
     key: str
     """Idempotency key of the request that creates the batch."""
@@ -79,7 +79,7 @@ class ServerState:
 
 
 def read_state(path: Path) -> ServerState | None:
-    """Return the state of an earlier run from `server.json`; None: the file does not exist.
+    """Return the state of an earlier run at a server, from `server.json`; None: no such file.
 
     Raises:
         InputError: The file cannot be read, or `svdpp run` did not write it.
@@ -110,13 +110,13 @@ class ServerClip:
 
     @property
     def output(self) -> str:
-        """Name of the clip's file."""
+        """Name of the clip's mp4 in the output folder."""
         return f"{self.name}.mp4"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Watchers:
-    """Callbacks that get the progress and the results of clips."""
+    """Callbacks that get the progress and the results of the clips that a server makes."""
 
     on_started: Callable[[], None]
     """Function that is called, perhaps repeatedly, once the server has begun a clip."""
@@ -142,7 +142,7 @@ class BatchRun:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: ServerConnection,
         model: ServerModel,
         reader: JobLineReader,
         folder: Path,
@@ -167,7 +167,7 @@ class BatchRun:
         return self._folder / STATE_FILE
 
     def adopt(self, earlier: ServerState) -> None:
-        """Continue with the batches of an earlier run. Their clips are not sent again.
+        """Continue with the batches of an earlier run, so that their clips are not sent again.
 
         Args:
             earlier: State of the earlier run.
@@ -196,7 +196,7 @@ class BatchRun:
                 self._say(f"going on with {record.batch}")
 
     def _refresh(self, record: BatchRecord) -> bool:
-        """Query a batch of an earlier run, and forget its clips that failed or were cancelled.
+        """Query a batch of an earlier run, and forget its clips that have to be sent again.
 
         Returns:
             Whether the server has the batch, and the batch has clips left.
@@ -254,7 +254,7 @@ class BatchRun:
                 self._state.write(self._state_path)
 
     def _write_lines(self, clips: Sequence[ServerClip], file: IO[bytes]) -> int:
-        """Write the lines for the first clips, up to the limits of a batch; return their number."""
+        """Write a batch's lines for the first clips, up to a batch's limits; return the number."""
         size = 0
         for index, clip in enumerate(clips):
             line = {
@@ -274,7 +274,7 @@ class BatchRun:
         return len(clips)
 
     def _send(self, record: BatchRecord, clips: Sequence[ServerClip], file: IO[bytes]) -> None:
-        """Send a batch. If the request is repeated, the server returns the same batch."""
+        """Send a batch of lines to the server, and record the id that the server gives it."""
         boundary = f"svdpp-{record.key}"
         metadata = json.dumps({"run": record.key})
         head = (
@@ -311,7 +311,7 @@ class BatchRun:
     def _raise_faults(
         self, faults: Sequence[Mapping[str, Any]], clips: Sequence[ServerClip]
     ) -> None:
-        """Raise the faults that the server found, as errors about lines of the jobs file."""
+        """Raise the faults that the server found in a batch, as errors about the jobs file."""
         lines = {clip.name: clip.job.line or 0 for clip in clips}
         errors: list[SvdppError] = []
         for fault in faults:
@@ -348,7 +348,7 @@ class BatchRun:
             time.sleep(wait)
 
     def _follow_batch(self, record: BatchRecord, watchers: Watchers) -> bool:
-        """Query one batch, and download clips that have finished since the last query.
+        """Query one batch at the server, and download clips that have finished since last time.
 
         Returns:
             Whether a clip has finished, failed or been cancelled since the last query.
@@ -364,7 +364,7 @@ class BatchRun:
             self._raise_faults(batch["errors"]["data"], clips)
         before = len(self._pending)
         for video_view in self._videos(record.batch):
-            self._take(record, video_view, watchers)
+            self._handle_video(record, video_view, watchers)
         if batch["status"] in _FINAL:
             for name in record.clips.keys() & self._pending.keys():
                 text = f"the server has no clip {name!r} any more: it was removed there"
@@ -406,7 +406,9 @@ class BatchRun:
                 return
             after = page["last_id"]
 
-    def _take(self, record: BatchRecord, view: Mapping[str, Any], watchers: Watchers) -> None:
+    def _handle_video(
+        self, record: BatchRecord, view: Mapping[str, Any], watchers: Watchers
+    ) -> None:
         """Handle a video of a batch: if it has ended, download its clip or report its error."""
         name = str(view["custom_id"])
         if view["status"] != "queued":
@@ -423,7 +425,7 @@ class BatchRun:
             watchers.on_failed(clip, error_to_dict(_lost_error(view)))
 
     def _download(self, clip: ServerClip, id: str) -> dict[str, Any]:
-        """Download a clip and its JSON into the output folder; return the JSON."""
+        """Download a clip and its JSON from the server into the output folder; return the JSON."""
         metadata = self._connection.get(f"/v1/videos/{id}/metadata")
         path = self._folder / clip.output
         made_from = clip.job.made_from
@@ -483,13 +485,13 @@ def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
         return False
     try:
         metadata = json.loads((folder / f"{clip.output}.json").read_text())
-        return bool(video.file_sha256(path) == metadata["file_sha256"])
+        return bool(video.clip_sha256(path) == metadata["file_sha256"])
     except (OSError, ValueError, KeyError, TypeError, InputError):
         return False
 
 
 def server_clips(jobs: Sequence[RunJob]) -> list[ServerClip]:
-    """Return a clip for each job of a run.
+    """Return a `ServerClip` for each job of a run at a server.
 
     Args:
         jobs: Jobs with names. A clip gets the name of its job.

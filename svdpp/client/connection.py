@@ -29,8 +29,8 @@ class NotThereError(ServerError):
     """Error for an id that the server does not know, or does not know any more."""
 
 
-class Connection:
-    """Connection to a server, used as a context manager.
+class ServerConnection:
+    """HTTP connection to a server, which repeats requests until the server responds.
 
     Requests are repeated until the server responds.
 
@@ -69,7 +69,7 @@ class Connection:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._client = httpx2.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT)
 
-    def __enter__(self) -> Connection:
+    def __enter__(self) -> ServerConnection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -116,7 +116,7 @@ class Connection:
         return self._repeat(send)
 
     def lines(self, path: str) -> list[str]:
-        """Download a text file, and return its lines.
+        """Download a text file from the server, and return its lines.
 
         Args:
             path: Path of the route.
@@ -127,7 +127,7 @@ class Connection:
         return self._repeat(lambda: self._checked(self._client.get(path)).text.splitlines())
 
     def download(self, path: str, write: Callable[[Iterator[bytes]], None]) -> None:
-        """Download a file. Each attempt starts from the beginning of the file.
+        """Download a file from the server; each attempt starts from the beginning of the file.
 
         Args:
             path: Path of the route.
@@ -189,7 +189,7 @@ class Connection:
         )
 
     def _checked(self, response: httpx2.Response) -> httpx2.Response:
-        """Return a response, after a check that its status is not an error.
+        """Return the server's response, or raise a typed error if its status is an error.
 
         Raises:
             SvdppError: The status is an error.
@@ -222,7 +222,7 @@ class _BusyError(Exception):
 
 
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a response; an error of a proxy gets the same keys as one of svdpp."""
+    """Return the error in a server's response; one from a proxy gets the same keys as svdpp's."""
     error: Any = None
     try:
         error = response.json()["error"]
@@ -236,8 +236,8 @@ def _error_in(response: httpx2.Response) -> dict[str, Any]:
 @contextmanager
 def connected(
     url: str, key: str | None, patience_seconds: float, say: Callable[[str], None]
-) -> Iterator[Connection]:
-    """Check that a server responds, and yield a connection to the server.
+) -> Iterator[ServerConnection]:
+    """Yield a connection to a server, after a first request has shown that the server responds.
 
     Args:
         url: URL of the server.
@@ -251,7 +251,7 @@ def connected(
     """
     # The first request waits at most 5 s, so that a wrong URL is reported soon. A server that is
     # just restarting responds within this time.
-    with Connection(url, key, patience_seconds=min(5.0, patience_seconds)) as first:
+    with ServerConnection(url, key, patience_seconds=min(5.0, patience_seconds)) as first:
         first.get("/v1/models")
-    with Connection(url, key, patience_seconds=patience_seconds, say=say) as connection:
+    with ServerConnection(url, key, patience_seconds=patience_seconds, say=say) as connection:
         yield connection

@@ -32,21 +32,21 @@ class ServerModel:
 
     @property
     def name(self) -> str:
-        """Id of the model."""
+        """Id of the model that the server runs."""
         return str(self.description["id"])
 
     @property
     def max_batch_bytes(self) -> int:
-        """Maximum bytes of the lines of one batch."""
+        """Maximum bytes of the lines of one batch that the server accepts."""
         return int(self.description["limits"]["max_batch_bytes"])
 
     @property
     def max_batch_lines(self) -> int:
-        """Maximum number of lines of one batch."""
+        """Maximum number of lines of one batch that the server accepts."""
         return int(self.description["limits"]["max_batch_lines"])
 
     def defaults(self, values: Mapping[str, Any], **more: Any) -> LineDefaults:
-        """Return the default values of fields that lines leave out.
+        """Return the defaults for fields that lines of the jobs file leave out.
 
         Args:
             values: Sampling parameters from the command line's options, by name.
@@ -86,7 +86,7 @@ class ServerModel:
         return replace(sampling, **values)
 
     def check(self, job: RunJob) -> None:
-        """Check a job against the limits in the server's description, before anything is sent.
+        """Raise a `RequestError` if the server cannot make a job: its size, files or LoRAs.
 
         Args:
             job: Job of a line.
@@ -115,7 +115,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Check that the server has a job's LoRAs, and that local LoRA files equal the server's."""
+        """Raise a `RequestError` if the server lacks a job's LoRA, or has another file of it."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -132,7 +132,7 @@ class ServerModel:
                 )
 
     def body(self, job: RunJob) -> dict[str, Any]:
-        """Return the body of a request for a job, with all parameters, and files in base64.
+        """Return the JSON body of the request for a job: all parameters, and files in base64.
 
         Args:
             job: Job that `check` has accepted.
@@ -164,8 +164,8 @@ class ServerModel:
         if made_from.media_file is None:
             body.pop("fit", None)
         if made_from.references:
-            body[REFERENCES] = [_encoded(file) for file in made_from.references]
-        return body | {name: _encoded(file) for name, file in _files(job)}
+            body[REFERENCES] = [_encode_base64(file) for file in made_from.references]
+        return body | {name: _encode_base64(file) for name, file in _files(job)}
 
 
 def server_model(answer: Mapping[str, Any]) -> ServerModel:
@@ -202,8 +202,8 @@ def _sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _encoded(file: MediaFile) -> str:
-    """Return the content of a file in base64.
+def _encode_base64(file: MediaFile) -> str:
+    """Return the content of an input file in base64; raise an `InputError` if the file has changed.
 
     Raises:
         InputError: The file cannot be read, or has changed since its SHA-256 was computed.

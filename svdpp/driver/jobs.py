@@ -375,7 +375,7 @@ def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, 
     if not (has_file and _is_intact(path, output, existing)):
         return None
     if not has_json:
-        existing["file_sha256"] = video.file_sha256(path)
+        existing["file_sha256"] = video.clip_sha256(path)
         output_files.write_json(json_path, existing)
     return existing
 
@@ -418,7 +418,7 @@ def _is_intact(path: Path, output: OutputConfig, existing: dict[str, Any]) -> bo
     """
     recorded = existing["file_sha256"]
     try:
-        if recorded is not None and video.file_sha256(path) == recorded:
+        if recorded is not None and video.clip_sha256(path) == recorded:
             return True
         is_readable = bool(len(video.read_frames(path, output.format)) == existing["num_frames"])
     except InputError:

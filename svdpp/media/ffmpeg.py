@@ -30,7 +30,7 @@ _MAX_LOG = 2**20
 
 
 class MediaFailure(RuntimeError):
-    """Failure of ffmpeg, or a media file with wrong content."""
+    """Error for a failure of ffmpeg, or for a media file with wrong content."""
 
 
 def find_ffmpeg() -> str:
@@ -64,7 +64,7 @@ def run_ffmpeg(
     seconds: float,
     files: tuple[int, ...] = (),
 ) -> bytes:
-    """Run ffmpeg and return its stdout.
+    """Run ffmpeg and return its stdout; raise a `MediaFailure` if it fails or takes too long.
 
     Args:
         arguments: Options, inputs and outputs.
@@ -111,7 +111,7 @@ def decode_frames(
     stream: str = "0:v:0",
     files: tuple[int, ...] = (),
 ) -> Iterator[Image.Image]:
-    """Yield the frames of a video, upright, in RGB, one at a time.
+    """Decode a video by ffmpeg, and yield its frames one at a time, upright, in RGB.
 
     Args:
         source: Options of the input, up to its `-i NAME`, and options of the output.
@@ -139,7 +139,7 @@ def decode_frames(
         deadline = time.monotonic() + seconds
         timer = threading.Timer(seconds, process.kill)
         timer.start()
-        log = _Drain(process.stderr)
+        log = _LogReader(process.stderr)
         try:
             while process.stdout.readline():
                 width, height = map(int, process.stdout.readline().split())
@@ -159,8 +159,8 @@ def decode_frames(
         raise _failure(code, log.text.partition(b"\n")[0])
 
 
-class _Drain(threading.Thread):
-    """Thread that reads a pipe to its end and keeps the first bytes.
+class _LogReader(threading.Thread):
+    """Thread that reads ffmpeg's stderr to its end, and keeps the first `_MAX_LOG` bytes.
 
     If no one read the pipe, ffmpeg would block once the pipe is full (64 KiB).
     """

@@ -46,7 +46,7 @@ Conversion = Literal["", "over white", "scaled"]
 
 @dataclass(frozen=True)
 class MediaFile:
-    """Metadata of an image or a video that was read."""
+    """Metadata (path, SHA-256, size in pixels) of an image or a video that was read."""
 
     path: Path
     sha256: str
@@ -60,7 +60,7 @@ class MediaFile:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a regular file.
+    """Return the content of an input file; raise an `InputError` for a pipe or a file over 256 MiB.
 
     Args:
         path: Path of a file of at most 256 MiB. Pipes and devices are rejected without waiting.
@@ -92,7 +92,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, MediaFile]:
-    """Read an image as an upright 8-bit RGB image.
+    """Read an image file as an upright 8-bit RGB image; return it and its metadata.
 
     The first frame of an animation is read. Transparent images are composited over white, because
     most cut-outs are made for light pages: over black, dark outlines and shadows would vanish.
@@ -111,7 +111,7 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, M
 
 
 def decode_image(data: bytes, path: Path, max_pixels: int) -> tuple[Image.Image, MediaFile]:
-    """Decode the content of an image file; see `read_image`.
+    """Decode the content of an image file to an upright 8-bit RGB image; see `read_image`.
 
     Args:
         data: Content of the file.
@@ -165,7 +165,7 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
 
 def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-        check_size(*image.size, max_pixels)
+        check_image_size(*image.size, max_pixels)
         if image.format == "PNG":
             # `load()` does not check the checksums of a PNG's chunks, so a damaged byte could
             # change pixels. `verify()` does.
@@ -183,8 +183,8 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
     return ImageOps.exif_transpose(rgb), conversion
 
 
-def check_size(width: int, height: int, max_pixels: int) -> None:
-    """Check the width and height of an image or frame, in pixels.
+def check_image_size(width: int, height: int, max_pixels: int) -> None:
+    """Raise an `InputError` if an image or frame is too large, too small or too narrow.
 
     Args:
         width: Width in pixels.
@@ -211,7 +211,7 @@ def check_size(width: int, height: int, max_pixels: int) -> None:
 
 
 def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
-    """Return an image in 8-bit RGB, and its `Conversion`, such as `over white`.
+    """Convert an image to 8-bit RGB; return it and its `Conversion`, such as `over white`.
 
     Raises:
         InputError: The image has 32-bit grey. The message has no subject: callers put the name of
@@ -241,7 +241,7 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
 
 
 def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
-    """Fit an image to the aspect ratio of a frame without resampling; diffusers resizes it later.
+    """Crop or pad an image to a frame's aspect ratio, as `fit` says, without resampling it.
 
     Args:
         image: Upright RGB image.

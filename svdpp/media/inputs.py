@@ -58,7 +58,7 @@ class ClipInput:
 
     @property
     def images(self) -> tuple[MediaFile, ...]:
-        """Input image (or input video), last image and references."""
+        """Metadata of the clip's input image (or input video), last image and references."""
         first = (self.media_file, self.last_image)
         return (*(file for file in first if file is not None), *self.references)
 
@@ -70,7 +70,7 @@ class ClipInput:
         return slugify_prompt(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
-        """Return a request for the clip with `seed`. The request names no output file."""
+        """Return a request for a clip of these inputs with `seed`. It names no output file."""
         return ClipRequest(
             seed=seed,
             image=None if self.media_file is None else str(self.media_file.path),
@@ -94,7 +94,7 @@ class ClipInput:
 
 
 def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -> list[ClipRequest]:
-    """Return requests for all inputs with the first seed, then with the second seed, and so on.
+    """Return requests for clips of all inputs with the first seed, then with the second, and so on.
 
     After the last seed, the requests begin again with the first seed.
 
@@ -122,7 +122,7 @@ _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
 
 
 def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[str]:
-    """Return remarks on unexpected conversions of images: one remark for each kind of conversion.
+    """Return remarks for the user on images that are stretched, cropped or changed in colour.
 
     Args:
         files: Images or videos of the clips.
@@ -151,7 +151,7 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
 
 def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> None:
-    """Check that images are not narrower than the model's family allows.
+    """Raise an `InputError` if an image is narrower than the model's family allows.
 
     Args:
         files: Images of clips.
@@ -184,7 +184,7 @@ def _name_first(files: Sequence[MediaFile]) -> str:
 
 
 def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list[MediaFile]:
-    """Check images or videos by decoding them, and return their metadata.
+    """Decode all input images or videos as a check, and return their metadata.
 
     Args:
         inputs: Files, folders and glob patterns; see `collect_inputs`.
@@ -204,7 +204,7 @@ def collect_inputs(
     max_pixels: int = MAX_PIXELS,
     video_frames: int | None = None,
 ) -> tuple[list[MediaFile], list[InputError]]:
-    """Return the usable images or videos, without duplicates, and an error for each other input.
+    """Return the metadata of the usable input images or videos, and an error for each other input.
 
     Args:
         inputs: Files with any suffix, folders, and glob patterns. A folder stands for its files
@@ -246,7 +246,7 @@ def _collect_errors(problems: list[InputError]) -> Iterator[None]:
 
 
 def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
-    """Raise one error that lists all problems.
+    """Raise one `InputError` that lists all problems of input files; do nothing if there are none.
 
     Args:
         problems: Errors of inputs; if empty, nothing is raised.
@@ -266,7 +266,7 @@ def raise_problems(problems: Sequence[InputError], hint: str = "") -> None:
 
 
 def _expand(text: str, *, videos: bool) -> Iterator[Path]:
-    """Yield the paths of the files that an input names.
+    """Yield the paths of the images or videos that a name, folder or glob pattern stands for.
 
     Raises:
         InputError: The input names no file.
@@ -309,7 +309,7 @@ _EXAMPLE_PROMPT = "a rowing boat drifts on a calm lake"
 
 
 def example_prompt(model_name: str) -> str:
-    """Return an example prompt. Demo models get a prompt from their small vocabulary.
+    """Return an example prompt for a model. Demo models get one from their small vocabulary.
 
     Args:
         model_name: Name of a model that takes prompts.
@@ -319,7 +319,7 @@ def example_prompt(model_name: str) -> str:
 
 
 def example_images() -> list[Path]:
-    """Return the paths of four example images, sorted by name.
+    """Return the paths of svdpp's four example images, sorted by name.
 
     The README in the images' folder describes their origin.
     """
@@ -333,7 +333,7 @@ example_photos = example_images
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
-    """Return example requests with the inputs that the model needs: image, prompt, or both.
+    """Return clips to run for a measurement or self-test, with svdpp's example image and prompt.
 
     Args:
         config: Configuration whose model and sampling parameters decide which inputs are needed.
@@ -369,7 +369,7 @@ def example_requests(
 
 
 def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia | None:
-    """Read the images and videos that a clip is made from.
+    """Read and decode the images and videos that a clip is made from.
 
     Args:
         request: Request of the clip, with the paths of the files.
@@ -393,7 +393,7 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
 def decode_input(
     data: bytes, path: Path, sampling: SamplingConfig, name: str = IMAGE
 ) -> tuple[Image.Image | list[Image.Image], MediaFile]:
-    """Decode one file of a clip; return an image or frames, and metadata of the file.
+    """Decode one input file of a clip to an image or frames; return them and the file's metadata.
 
     Frames of a video are resized with the same filter as in diffusers. An image in place of a video
     is repeated for all frames.

@@ -83,7 +83,7 @@ def read_signature(path: Path) -> bytes:
 
 
 def demuxer_of(data: bytes) -> str | None:
-    """Return ffmpeg's demuxer for a video, from the file's first bytes; None if unsupported."""
+    """Return the name of ffmpeg's demuxer for a video, by its first bytes; None if unsupported."""
     if is_iso_image(data):
         return None
     known = (name for place, magic, name in _DEMUXERS if data.startswith(magic, place))
@@ -91,7 +91,7 @@ def demuxer_of(data: bytes) -> str | None:
 
 
 def usual_suffix(data: bytes) -> str:
-    """Return the usual suffix, such as `.jpg`, for a supported image or video.
+    """Return the usual suffix, such as `.jpg`, of an image or a video, from its first bytes.
 
     Args:
         data: First bytes of the file.
@@ -124,7 +124,7 @@ def unsupported_kind(data: bytes) -> UnsupportedKind | None:
 
 
 def _is_heic(data: bytes) -> bool:
-    """Whether an ISO image is HEIC, not AVIF.
+    """Whether a HEIC or AVIF image is HEIC, by its first bytes.
 
     HEIC and AVIF files can both have the major brand `mif1`. Then the compatible brands decide.
     """

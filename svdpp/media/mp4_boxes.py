@@ -19,7 +19,7 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Compare the boxes of two mp4 files that change the picture, and describe each difference.
+    """Compare two mp4 files' boxes that change the picture; yield a clause for each difference.
 
     Args:
         ours: Path of the mp4 to check.
@@ -40,7 +40,7 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
 
 
 def _sample_entry(path: Path) -> tuple[set[str], set[bytes]]:
-    """Return the kinds of boxes in all videos' sample entries, and the contents of `colr` boxes."""
+    """Return the kinds of boxes in an mp4's sample entries, and the contents of `colr` boxes."""
     kinds, colours = set[str](), set[bytes]()
     with path.open("rb") as file:
         file.seek(0, 2)
@@ -67,7 +67,7 @@ def _find(file: BinaryIO, begin: int, end: int, path: tuple[str, ...]) -> Iterat
 
 
 def _boxes(file: BinaryIO, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
-    """Yield kind, begin and end of the content of each box between two offsets."""
+    """Yield kind, begin and end of the content of each mp4 box between two offsets of a file."""
     for _ in range(_MAX_BOXES):
         if end - begin < 8:
             return

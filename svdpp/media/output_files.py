@@ -28,7 +28,7 @@ _LOCK = ".svdpp-lock"
 
 @contextlib.contextmanager
 def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) -> Iterator[Path]:
-    """Yield the path of an empty file or folder, which replaces `name` if the block succeeds.
+    """Yield a temporary file or folder, which replaces `name` if the `with` block succeeds.
 
     Parent folders of `name` are created, and links are followed.
 
@@ -71,7 +71,7 @@ def atomic_output(name: str, suffix: str, files: re.Pattern[str] | None = None) 
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
-    """Lock a folder, or one clip in it, during the `with` block, also against other hosts.
+    """Lock an output folder, or one clip in it, against other runs during the `with` block.
 
     A missing folder is created, and removed at the end if it is empty.
 
@@ -108,7 +108,7 @@ def remove_abandoned(folder: Path) -> None:
 
     Unfinished files of other hosts stay, because this host may not see the locks of their writers.
     """
-    for path in folder.glob(f".svdpp-{_host()}-*"):
+    for path in folder.glob(f".svdpp-{_host_hash()}-*"):
         # An OSError means that the file's writer still runs and holds the lock, or that permission
         # is missing.
         with contextlib.suppress(OSError):
@@ -116,7 +116,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def write_json(path: Path, record: Mapping[str, object]) -> None:
-    """Write `record` as indented JSON, completely or not at all.
+    """Write `record` to a file as indented JSON, completely or not at all.
 
     Raises:
         OutputError: The file cannot be written.
@@ -134,7 +134,7 @@ def json_text(record: Mapping[str, object]) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text`, completely or not at all.
+    """Write `text` to a file, completely or not at all.
 
     Raises:
         OutputError: The file cannot be written.
@@ -155,7 +155,7 @@ def remove(path: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Check that a file can be written to `folder`, or that `folder` can be created.
+    """Raise an `OutputError` unless `folder` is writable; remove files that killed runs left there.
 
     A missing folder is not created for the check, because another run could find it before its
     removal. Files that killed writers left in the folder are removed.
@@ -179,7 +179,7 @@ def check_writable(folder: Path) -> None:
 
 
 def check_replaceable(name: str, files: re.Pattern[str] | None = None) -> None:
-    """Check that `atomic_output` can replace what exists at `name`.
+    """Raise an `OutputError` if `atomic_output` may not replace what exists at `name`.
 
     Args:
         name: Path of the file or folder.
@@ -277,7 +277,7 @@ def _open_locked(path: Path, lock: int) -> tuple[int, str]:
 
 
 def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
-    """Check that what exists at `path` may be replaced; see `check_replaceable`.
+    """Raise a `FileExistsError` if an output may not replace what exists at `path`.
 
     Raises:
         FileExistsError: `path` is of the wrong kind, or a folder with other files.
@@ -291,7 +291,7 @@ def _check_place(path: Path, files: re.Pattern[str] | None) -> None:
 
 
 def _move(temporary: Path, path: Path) -> None:
-    """Rename a finished file or folder to `path`, and remove an old folder of this name."""
+    """Rename a finished output to `path`, in place of an old file or folder of this name."""
     if not path.is_dir():
         os.replace(temporary, path)
         return
@@ -309,7 +309,7 @@ def _move(temporary: Path, path: Path) -> None:
 
 
 def _make_locked(path: Path, *, is_folder: bool) -> int:
-    """Create and lock an empty file or folder; return the descriptor that holds the lock.
+    """Create and lock an empty output file or folder; return the descriptor that holds the lock.
 
     Before the file is locked, `remove_abandoned` of another run may remove it; then it is created
     again. The lock ends when the descriptor is closed or the process ends.
@@ -346,11 +346,11 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _hidden_name() -> str:
-    return f".svdpp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f".svdpp-{_host_hash()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
-def _host() -> str:
-    """Return a hash of the host name, eight characters that are valid in any file name."""
+def _host_hash() -> str:
+    """Return a hash of this host's name for file names: eight hexadecimal digits."""
     return _checksum(socket.gethostname())
 
 

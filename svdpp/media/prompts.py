@@ -29,7 +29,7 @@ _MARKS = (
 
 
 def parse_prompts(data: bytes, name: str) -> list[str]:
-    """Return the prompts of a text file, one for each line.
+    """Return the prompts in the content of a text file, one for each line.
 
     Blank lines and comment lines, which begin with `#`, are skipped. Byte order marks are removed
     everywhere, because concatenated files have them inside the text.
@@ -59,7 +59,7 @@ def parse_prompts(data: bytes, name: str) -> list[str]:
 
 
 def decode_text(data: bytes, name: str) -> str:
-    """Return the text of a file, without byte order marks.
+    """Decode the content of a text file (UTF-8, UTF-16 or UTF-32), without byte order marks.
 
     Args:
         data: Content of the file: UTF-8, or UTF-16 or UTF-32 with a byte order mark.

@@ -57,14 +57,14 @@ class Stream:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first packet to the end of the last; 0 if times are unknown."""
+        """Duration of the stream in seconds, by its packets' times; 0 if they were not read."""
         return float(self.end - self.times[0]) if self.times else 0.0
 
 
 def probe_streams(
     source: Sequence[str], files: tuple[int, ...] = (), *, seconds: float = _SECONDS
 ) -> list[Stream]:
-    """Return the streams of an input without reading their packets: `times` are empty.
+    """Return the streams of a media file by its header, without the times of their packets.
 
     Args:
         source: Options of ffmpeg for the input, up to its `-i NAME`.
@@ -81,7 +81,7 @@ def probe_streams(
 
 
 def main_video(streams: Sequence[Stream]) -> Stream | None:
-    """Return the first video stream that is not a cover; None if there is none.
+    """Return the first video stream that is not a cover image; None if there is none.
 
     Covers are streams that are marked as such, and single images beside a moving video.
     """
@@ -156,7 +156,7 @@ _SAME_SOUND_SECONDS = 0.1
 
 
 def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
-    """Yield a clause for each property that makes players show `ours` differently from `theirs`."""
+    """Compare the streams of two files; yield a clause for each difference that players show."""
     kinds, expected = (" and ".join(each.kind for each in side) for side in (ours, theirs))
     if kinds != expected:
         yield f"its streams are {kinds or 'none'} instead of {expected}"
@@ -175,7 +175,7 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
-    """Yield clauses about different durations or times; `what` names the stream in a clause."""
+    """Yield clauses about different durations or times of two streams, which `what` names."""
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"

@@ -67,7 +67,7 @@ def write_clip(
     metadata: Mapping[str, object],
     audio: AudioSamples | None = None,
 ) -> str:
-    """Write one clip completely or not at all.
+    """Write a clip to a file or folder, and read it back as a check; completely or not at all.
 
     The clip is written under a temporary name, read back and checked, and then renamed.
 
@@ -85,7 +85,7 @@ def write_clip(
             Formats other than mp4 ignore the sound.
 
     Returns:
-        SHA-256 of the written file, as by `file_sha256`.
+        SHA-256 of the written file, as by `clip_sha256`.
 
     Raises:
         OutputError: The clip cannot be written, or differs when it is read back.
@@ -106,11 +106,11 @@ def write_clip(
             _check_audio(temporary, audio)
         if read_metadata(temporary) != json.loads(text):
             raise MediaFailure("read back, the clip's metadata differ from the written metadata")
-        return file_sha256(temporary)
+        return clip_sha256(temporary)
 
 
 def frame_rate(fps: float) -> Fraction:
-    """Return the exact frame rate of an mp4.
+    """Return the exact frame rate that an mp4 gets for `fps`, as a fraction, such as 30000/1001.
 
     The rates of NTSC are recognised by their decimals: 23.976 (or 23.98) means 24000/1001, 29.97
     means 30000/1001, 59.94 means 60000/1001. Other rates are rounded to a fraction with a
@@ -127,7 +127,7 @@ def frame_rate(fps: float) -> Fraction:
 
 
 def check_output(output: OutputConfig) -> None:
-    """Check that `write_clip` can replace what exists at the output's path.
+    """Raise an `OutputError` if `write_clip` may not replace what exists at the output's path.
 
     Raises:
         OutputError: The path exists and cannot be replaced.
@@ -136,7 +136,7 @@ def check_output(output: OutputConfig) -> None:
 
 
 def read_frames(path: Path, format: VideoFormat) -> Frames:
-    """Return every frame of a clip, uint8 of shape (F, H, W, 3).
+    """Return every frame of a stored clip, uint8 of shape (F, H, W, 3).
 
     gif and webp store successive equal frames as one longer frame. Each stored frame is repeated
     by its duration, divided by the greatest common divisor of all durations: stored frames of 100
@@ -147,19 +147,19 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
     """
     with _reading(path, format):
         if format == "mp4":
-            return _stacked(decode_frames(mp4_source(path), seconds=_READ_SECONDS))
+            return _stack_frames(decode_frames(mp4_source(path), seconds=_READ_SECONDS))
         if format == "frames":
             paths = (each for each in sorted(path.iterdir()) if _FRAME_NAME.fullmatch(each.name))
-            return _stacked(Image.open(each, formats=["PNG"]) for each in paths)
+            return _stack_frames(Image.open(each, formats=["PNG"]) for each in paths)
         images, times = _read_animation(path, format)
         unit = math.gcd(*times) or 1
         counts = [max(1, time // unit) for time in times]
-        _check_size(sum(counts), *images.shape[1:3])
+        _check_clip_size(sum(counts), *images.shape[1:3])
         return np.repeat(images, counts, axis=0)
 
 
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
-    """Compare how players show two files with the same pixels and samples.
+    """Compare how players show two clips with the same pixels; return a clause for each difference.
 
     Pixels and samples are not compared here. For an mp4, the streams are compared: number, kind,
     codec, pixel aspect, colours, rotation, times, and default streams. For a gif or webp, the
@@ -216,7 +216,7 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return the properties of a clip's PNG files that make viewers change the stored pixels.
+    """Return clauses on metadata in a clip's PNG files by which viewers show other pixels.
 
     Returns:
         A clause for each property, with the first file that has it.
@@ -236,7 +236,7 @@ def folder_faults(folder: Path) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class FolderDifference:
-    """Differences between the entries of a folder and the frames of a clip, by name."""
+    """Difference between the entries of a folder and the PNG files that a clip needs, by name."""
 
     missing: tuple[str, ...]
     """Names of frames that are missing in the folder, or are not regular files."""
@@ -247,7 +247,7 @@ class FolderDifference:
 
     @property
     def has_folders(self) -> bool:
-        """Whether an entry is a folder, so that `file_sha256` cannot hash the clip."""
+        """Whether the clip's folder has a subfolder, so that `clip_sha256` cannot hash the clip."""
         return any(name.endswith("/") for name in self.others)
 
     @property
@@ -262,7 +262,7 @@ class FolderDifference:
 
 
 def folder_difference(folder: Path, num_frames: int) -> FolderDifference:
-    """Compare the names in a folder of frames with the names that `write_clip` uses.
+    """Return how the names in a clip's folder of PNG files differ from those of `write_clip`.
 
     Args:
         folder: Folder of a clip.
@@ -311,7 +311,7 @@ def _is_transparent(image: Image.Image) -> bool:
 
 
 def read_metadata(path: Path) -> dict[str, object]:
-    """Return the `metadata` that `write_clip` stored in the clip, in any format.
+    """Return the `metadata` that `write_clip` stored inside a clip's file or folder.
 
     Raises:
         InputError: The clip has no metadata of svdpp, or cannot be read.
@@ -323,8 +323,8 @@ def read_metadata(path: Path) -> dict[str, object]:
     return record
 
 
-def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a clip's file, or of the names and hashes of a folder's files.
+def clip_sha256(path: Path) -> str:
+    """Return the SHA-256 of a clip's file; for a folder of frames, of all names and hashes in it.
 
     Raises:
         InputError: A file cannot be read, or is not a regular file.
@@ -345,7 +345,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def frames_sha256(frames: Frames) -> str:
-    """Return the SHA-256 of the frames' bytes in C order.
+    """Return the SHA-256 of a clip's decoded frames, in C order.
 
     Args:
         frames: Frames, uint8 of shape (F, H, W, 3).
@@ -364,7 +364,7 @@ def _checked(frames: Frames) -> Frames:
 
 @contextlib.contextmanager
 def _reading(path: Path, what: str) -> Iterator[None]:
-    """Turn exceptions in the `with` block into an `InputError`; `what` is the expected format."""
+    """Turn exceptions from reading a clip into an `InputError`; `what` is the expected format."""
     try:
         yield
     except SvdppError:
@@ -376,7 +376,7 @@ def _reading(path: Path, what: str) -> Iterator[None]:
 
 
 def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) -> None:
-    """Check that a written clip has all frames: ffmpeg and disks can lose some without an error."""
+    """Raise a `MediaFailure` if a written clip lacks frames, which ffmpeg or disks can lose."""
     if format in ("mp4", "frames"):
         shape = read_frames(path, format).shape
     else:
@@ -438,7 +438,7 @@ def read_audio(path: Path) -> AudioSamples:
 
 
 def _check_audio(path: Path, audio: AudioSamples) -> None:
-    """Check that the sound of a written mp4 has the duration of `audio`."""
+    """Raise a `MediaFailure` unless the sound of a written mp4 has the duration of `audio`."""
     samples, rate = audio
     read, read_rate = read_audio(path)
     read_seconds, seconds = len(read) / read_rate, len(samples) / rate
@@ -476,7 +476,7 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
 
 
 def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]:
-    """Return the stored frames, uint8 (F, H, W, 3), and the duration of each in milliseconds."""
+    """Return the frames of a gif or webp, uint8 (F, H, W, 3), and the milliseconds of each."""
     times: list[int] = []
 
     def images(animation: Image.Image) -> Iterator[Image.Image]:
@@ -486,7 +486,7 @@ def _read_animation(path: Path, format: VideoFormat) -> tuple[Frames, list[int]]
             times.append(int(image.info.get("duration", 0)))
 
     with Image.open(path, formats=[format]) as animation:
-        return _stacked(images(animation)), times
+        return _stack_frames(images(animation)), times
 
 
 def _write_folder(folder: Path, frames: Frames, text: str) -> None:
@@ -500,19 +500,19 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
         fsync(file)
 
 
-def _stacked(images: Iterable[Image.Image]) -> Frames:
-    """Decode frames and stack them to (F, H, W, 3), after a check of each frame's size."""
+def _stack_frames(images: Iterable[Image.Image]) -> Frames:
+    """Decode a stored clip's frames to (F, H, W, 3); raise once they exceed a clip's limits."""
     frames: list[Frames] = []
     for image in images:
-        _check_size(len(frames) + 1, image.height, image.width)
+        _check_clip_size(len(frames) + 1, image.height, image.width)
         frames.append(np.asarray(image.convert("RGB")))
     if not frames:
         raise MediaFailure("the clip has no frames")
     return np.stack(frames)
 
 
-def _check_size(num_frames: int, height: int, width: int) -> None:
-    """Check that a clip does not exceed the limits, because a large clip could fill the memory."""
+def _check_clip_size(num_frames: int, height: int, width: int) -> None:
+    """Raise a `MediaFailure` if a stored clip exceeds the limits, before it fills the memory."""
     if num_frames > MAX_FRAMES or num_frames * height * width > MAX_CLIP_PIXELS:
         limits = f"{MAX_FRAMES} frames or {MAX_CLIP_PIXELS} pixels"
         raise MediaFailure(f"the clip has more than {limits}, the limits of a clip")

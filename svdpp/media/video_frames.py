@@ -13,7 +13,7 @@ from PIL import Image, ImageSequence
 
 from svdpp.errors import InputError, first_line
 from svdpp.media.ffmpeg import MediaFailure, decode_frames
-from svdpp.media.images import MediaFile, check_size, decode_image, read_bytes, to_rgb
+from svdpp.media.images import MediaFile, check_image_size, decode_image, read_bytes, to_rgb
 from svdpp.media.kinds import FORMATS, demuxer_of
 from svdpp.media.streams import Stream, main_video, probe_streams
 
@@ -30,7 +30,7 @@ _ANIMATED = tuple(name for name in FORMATS if name in ("GIF", "WEBP", "PNG", "AV
 
 
 def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
-    """Check that a video has enough frames, by decoding them.
+    """Raise an `InputError` unless a video has enough frames that decode; return its metadata.
 
     Args:
         path: Path of a video, animation or image. An image is repeated for all frames.
@@ -52,7 +52,7 @@ def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
 def decode_video(
     data: bytes, file: IO[bytes], path: Path, count: int, max_pixels: int
 ) -> Iterator[Image.Image]:
-    """Yield the first frames of a file, upright, one at a time; an image is repeated.
+    """Yield the first `count` frames of a video or animation, upright; an image is repeated.
 
     Args:
         data: Content of the file.
@@ -93,11 +93,11 @@ def _is_animation(data: bytes) -> bool:
 def _animation_frames(
     data: bytes, path: Path, count: int, max_pixels: int
 ) -> Iterator[Image.Image]:
-    """Yield each stored frame of a GIF, WebP, PNG or AVIF once, whatever its duration."""
+    """Yield each stored frame of an animated GIF, WebP, PNG or AVIF once, whatever its duration."""
     name = repr(str(path))
     try:
         with Image.open(io.BytesIO(data), formats=_ANIMATED) as animation:
-            check_size(*animation.size, max_pixels)
+            check_image_size(*animation.size, max_pixels)
             for frame in itertools.islice(ImageSequence.Iterator(animation), count):
                 yield to_rgb(frame)[0]
     except InputError as error:
@@ -126,7 +126,7 @@ def _video_frames(
         for frame in decode_frames(
             source, seconds=_DECODE_SECONDS, stream=f"0:{video.index}", files=files
         ):
-            check_size(*frame.size, max_pixels)
+            check_image_size(*frame.size, max_pixels)
             yield frame
             done += 1
     except MediaFailure as error:

@@ -34,7 +34,7 @@ _EARLIEST, _LATEST = (1980, 1, 1, 0, 0, 0), (2107, 12, 31, 23, 59, 58)
 
 
 @dataclass(frozen=True)
-class Member:
+class ZipMember:
     """File that becomes a member of a zip archive.
 
     Args:
@@ -96,7 +96,7 @@ class _Output:
         return data
 
 
-def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
+def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
     """Yield the bytes of a zip without compression, because videos cannot be compressed further.
 
     Members are read one after the other, and their contents are not kept.
@@ -117,7 +117,7 @@ def zip_members(members: Iterable[Member]) -> Generator[bytes, None, None]:
     yield output.take()
 
 
-def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator[Member]:
+def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator[ZipMember]:
     """Yield the clips of an archive with readable names, and `CLIPS_FILE` as the last member.
 
     A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
@@ -146,17 +146,17 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
             # `check` raises an error if the file is missing because its disk is not mounted.
             service.queue.store.check()
         else:
-            name = _unique(clip_name(job), names)
+            name = _unique_name(clip_name(job), names)
             with file:
                 size = path.stat().st_size
-                yield Member(name, job.finished_at or 0.0, file, size)
+                yield ZipMember(name, job.finished_at or 0.0, file, size)
         line: dict[str, Any] = {"file": name, **service.video(job).model_dump(mode="json")}
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     text = "".join(lines).encode()
-    yield Member(CLIPS_FILE, service.queue.now(), io.BytesIO(text), len(text))
+    yield ZipMember(CLIPS_FILE, service.queue.now(), io.BytesIO(text), len(text))
 
 
-def _unique(name: str, taken: set[str]) -> str:
+def _unique_name(name: str, taken: set[str]) -> str:
     """Return `name`, or a name such as `clip-2.mp4` if `taken` has `name`; add it to `taken`.
 
     Names that differ only in case count as equal.

@@ -53,7 +53,7 @@ class Keys(dict[str, Owner]):
         return match
 
 
-def check_host(host: str, key_file: Path | None) -> Keys | None:
+def load_keys(host: str, key_file: Path | None) -> Keys | None:
     """Return the API keys in a file. Without a file, check that `host` is a loopback address.
 
     Args:
@@ -146,7 +146,7 @@ def read_keys(path: Path) -> Keys:
         InputError: The file cannot be read, a line is malformed, or two names have the same hash.
     """
     form = "NAME HASH [open=N]; NAME has 1 to 64 letters, digits or ._@-, HASH 64 of 0-9a-f"
-    lines = [line.groups() for line in _read_lines(path, "API key file", _KEY_LINE, form)]
+    lines = [line.groups() for line in _match_lines(path, "API key file", _KEY_LINE, form)]
     names = {(sha256, name) for name, sha256, _ in lines}
     if len(names) > len({sha256 for sha256, _ in names}):
         text = f"API key file {str(path)!r} has one hash under two names"
@@ -163,11 +163,11 @@ def read_secrets(path: Path) -> list[bytes]:
         InputError: The file cannot be read, or a line is malformed.
     """
     form = "whsec_ and 24 to 65 bytes in base64"
-    lines = _read_lines(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
+    lines = _match_lines(path, "webhook secret file", _SECRET_LINE, form, _NEW_SECRET)
     return [base64.b64decode(line[1]) for line in lines]
 
 
-def _read_lines(
+def _match_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
     """Match each line of a private file, except empty lines and comments; return the matches.

@@ -96,7 +96,7 @@ class LineFaults:
             )
 
 
-class LineReader:
+class BatchLineReader:
     """Reader of the lines of batches. It also checks the fields of each line.
 
     Args:

@@ -409,7 +409,7 @@ class BatchTable:
             id: BatchCounts(by_state=states, last_end=ends.get(id)) for id, states in found.items()
         }
 
-    def num_open(self) -> int:
+    def num_open_lines(self) -> int:
         """Return the number of open lines of all batches. A line is open until its job ends."""
         rows = self._backend.fetch_all(_OPEN_LINES.format("batch_id IS NOT NULL"))
         return int(sum(number for _, number in rows))

@@ -25,9 +25,9 @@ from svdpp.serve.auth import Owner
 from svdpp.serve.batch_files import BatchFiles
 from svdpp.serve.batch_lines import (
     MAX_FAULTS,
+    BatchLineReader,
     CheckedLine,
     LineFaults,
-    LineReader,
     line_fault,
     line_result,
     take_lines,
@@ -86,7 +86,7 @@ class Batches:
             keep_seconds: Age in seconds at which clips are removed; None: clips are kept.
             check_accepts_jobs: Function that raises if the server accepts no jobs now.
             new_job: Function that checks the fields of a request, and returns the job; see
-                `LineReader`.
+                `BatchLineReader`.
             cancel_job: Function that cancels a job in progress.
             on_stored: Function that is called after lines have become jobs.
             on_cancelled: Function that gets the number of waiting jobs that were cancelled.
@@ -97,7 +97,7 @@ class Batches:
         """Uploaded files with the lines of batches."""
         self._queue = queue
         self._model_key = capabilities.model_key
-        self._lines = LineReader(capabilities, new_job)
+        self._lines = BatchLineReader(capabilities, new_job)
         self._request_files = request_files
         self.keep_seconds = min(keep_seconds or RETENTION_SECONDS, RETENTION_SECONDS)
         """Age in seconds at which an uploaded file of lines is removed if no batch reads it."""
@@ -268,7 +268,7 @@ class Batches:
         while not self.thread.is_closing:
             for batch in self.table.validating(self._model_key):
                 if batch.id not in seen:
-                    at_work[batch.id] = self._store(batch.id)
+                    at_work[batch.id] = self._process_batch(batch.id)
                 seen.add(batch.id)
             if not at_work:
                 break
@@ -283,7 +283,7 @@ class Batches:
         if failure is not None:
             raise failure
 
-    def _store(self, id: str) -> Iterator[None]:
+    def _process_batch(self, id: str) -> Iterator[None]:
         """Turn the lines of a batch into jobs, some at a time.
 
         At each `yield`, another batch gets its turn. If another server works on the batch, this

@@ -73,7 +73,7 @@ class Admission:
         error = self._route_error(sampling)
         return None if error is None else error.message
 
-    def check_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
+    def check_clip_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
         """Check that a clip has all inputs that the model needs, and no others.
 
         Raises:

@@ -123,7 +123,7 @@ class Dispatcher:
                 )
                 self.request_cancel(id)
 
-    def notify(self, job_id: str) -> Job | None:
+    def notify_changed(self, job_id: str) -> Job | None:
         """Read a job, pass it to `on_changed`, and return it; None if the job was removed."""
         job = self._queue.get(job_id)
         if job is not None:
@@ -293,7 +293,7 @@ class Dispatcher:
         self._next_clip += 1
         clip.handle.add_progress_callback(lambda _: self._on_progress(clip))
         clip.handle.add_done_callback(functools.partial(self._on_done, pipeline, job.id))
-        self._retry_while_unavailable(lambda: self.notify(job.id))
+        self._retry_while_unavailable(lambda: self.notify_changed(job.id))
 
     def _on_progress(self, clip: RunningClip) -> None:
         """Store the time of a clip's progress, and wake the threads that wait for changes.
@@ -427,7 +427,7 @@ class Dispatcher:
     def _apply(self, job: Job, change: Callable[[], bool]) -> bool:
         """Change a job in the queue, and call `on_changed`; return whether the job was changed."""
         is_changed = self._retry_while_unavailable(change)
-        self._retry_while_unavailable(lambda: self.notify(job.id))
+        self._retry_while_unavailable(lambda: self.notify_changed(job.id))
         return is_changed
 
     def _retry_while_unavailable(self, change: Callable[[], _T]) -> _T:

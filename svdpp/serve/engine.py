@@ -128,7 +128,7 @@ class Engine:
         """
         while not self._queue.request_cancel(job_id, removes=removes):
             if self._queue.cancel_waiting(job_id):
-                job = self.dispatcher.notify(job_id)
+                job = self.dispatcher.notify_changed(job_id)
                 if job is not None and self._queue.model_key in (None, job.model_key):
                     self.request_builder.remove_latents(job)
                 self.dispatcher.wake()

@@ -93,7 +93,7 @@ class PrivateFile(FileResponse):
         If-None-Match takes precedence over If-Modified-Since.
         """
         if (tags := headers.get("if-none-match")) is not None:
-            return "*" in tags.split() or self.headers["etag"] in _tags(tags)
+            return "*" in tags.split() or self.headers["etag"] in _etags(tags)
         return _is_not_before(headers.get("if-modified-since", ""), self.headers["last-modified"])
 
     def _range_applies(self, headers: Headers) -> bool:
@@ -137,7 +137,7 @@ def content_disposition(name: str, kind: Literal["inline", "attachment"] = "inli
     return f"{kind}; filename=\"{plain}\"; filename*=UTF-8''{quote(name, safe='')}"
 
 
-def _tags(text: str) -> Iterable[str]:
+def _etags(text: str) -> Iterable[str]:
     """Return the ETags that an If-None-Match header lists.
 
     The weak tag `W/"x"` counts as `"x"` (RFC 9110, 13.1.2).

@@ -191,7 +191,7 @@ def column_of(field_name: str) -> str:
 def job_to_row(job: Job) -> dict[str, Any]:
     """Return the values of a job's row, by the name of the column."""
     values = {name: getattr(job, name) for name in _FIELDS}
-    values |= {name: to_json(values[name]) for name in _JSON_FIELDS}
+    values |= {name: to_json_column(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
     # earlier versions of svdpp cannot read rows with these parameters, so unset ones are left out
     for name in ("has_last_image", "num_references"):
@@ -211,9 +211,10 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     """
     values = dict(zip(_FIELDS, row, strict=True))
     try:
-        values |= {name: _of_json(values[name]) for name in _JSON_FIELDS}
+        values |= {name: _from_json_column(values[name]) for name in _JSON_FIELDS}
         values["loras"] = _loras_of(values["sampling"])
-        values |= {"sampling": sampling_of(values["sampling"]), "state": JobState(values["state"])}
+        values["sampling"] = parse_sampling(values["sampling"])
+        values["state"] = JobState(values["state"])
     except (ValueError, TypeError, LookupError) as error:
         raise UnreadableJobError(
             f"this svdpp cannot read {values['id']}: {error}",
@@ -224,19 +225,19 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
     return Job(**values)
 
 
-def to_json(value: dict[str, Any] | list[Any] | None) -> str | None:
+def to_json_column(value: dict[str, Any] | list[Any] | None) -> str | None:
     """Return a dictionary or list as JSON for a column; None stays None."""
     return None if value is None else json.dumps(value, default=str)
 
 
-def _of_json(text: str | None) -> Any:
+def _from_json_column(text: str | None) -> Any:
     """Parse the value of a JSON column; NaN and infinity become None."""
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
 # results are cached, because most jobs of a queue have the same parameters
 @functools.lru_cache(maxsize=256)
-def sampling_of(text: str) -> SamplingConfig:
+def parse_sampling(text: str) -> SamplingConfig:
     """Parse the sampling parameters in the column `sampling`.
 
     Args:

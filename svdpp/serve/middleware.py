@@ -106,11 +106,11 @@ class AuthMiddleware:
         is_upload = scope["method"] == "POST" and path in _UPLOAD_TYPES
         with ExitStack() as upload:
             try:
-                owner = self._owner(path, headers)
+                owner = self._authenticate(path, headers)
                 scope.setdefault("state", {}).update(owner=owner, upload=upload)
                 if is_upload:
                     self._reserve_upload(owner.name, upload, is_batch=path in _BATCH_PATHS)
-                body = _limit_body(receive, *self._limit(headers, path if is_upload else ""))
+                body = _limit_body(receive, *self._body_limit(headers, path if is_upload else ""))
             except ApiError as error:
                 await error_response(error)(scope, receive, response)
             else:
@@ -143,7 +143,7 @@ class AuthMiddleware:
         uploads[owner] += 1
         upload.callback(uploads.subtract, [owner])
 
-    def _owner(self, path: str, headers: Headers) -> Owner:
+    def _authenticate(self, path: str, headers: Headers) -> Owner:
         """Return the owner of the request's API key; an unnamed owner if no key is needed.
 
         Raises:
@@ -164,7 +164,7 @@ class AuthMiddleware:
             raise ApiError(401, "invalid_api_key", text, hint, headers=challenge)
         return owner
 
-    def _limit(self, headers: Headers, upload_path: str) -> tuple[int, str]:
+    def _body_limit(self, headers: Headers, upload_path: str) -> tuple[int, str]:
         """Return the maximum size of the body in bytes, and a hint for clients that exceed it.
 
         Args:

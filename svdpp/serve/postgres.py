@@ -129,7 +129,7 @@ class PostgresBackend:
         self._url = url
         self._is_closed = False
         self._locks = {use: threading.Lock() for use in ("write", "read", "listen")}
-        self._open: dict[str, Connection] = {}
+        self._open: dict[str, PostgresConnection] = {}
         self._watchdog = _Watchdog()
         self._retry_at = 0.0
         self._unavailable_reason = ""
@@ -151,7 +151,7 @@ class PostgresBackend:
         self._watchdog.close()
 
     @contextlib.contextmanager
-    def transaction(self, advisory_lock: str = "") -> Iterator[Connection]:
+    def transaction(self, advisory_lock: str = "") -> Iterator[PostgresConnection]:
         """Run the `with` block as a transaction, which is undone if the block raises an exception.
 
         Args:
@@ -330,12 +330,12 @@ class PostgresBackend:
                     raise
         return self._connect(use).execute(query, values)
 
-    def _connect(self, use: str, *statements: str) -> Connection:
+    def _connect(self, use: str, *statements: str) -> PostgresConnection:
         """Open a connection, run statements on it, and return it."""
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._unavailable_reason)
         try:
-            connection = Connection(self._url, self._watchdog)
+            connection = PostgresConnection(self._url, self._watchdog)
             try:
                 for statement in statements:
                     connection.execute(statement)
@@ -381,7 +381,7 @@ class PostgresBackend:
         )
 
 
-class Connection:
+class PostgresConnection:
     """Connection that translates SQL written for SQLite, and gives each statement a deadline."""
 
     def __init__(self, url: str, watchdog: _Watchdog) -> None:
@@ -430,7 +430,7 @@ class _Watchdog:
     """Thread that ends connections whose statements get no response in time."""
 
     def __init__(self) -> None:
-        self.deadlines: dict[Connection, float] = {}
+        self.deadlines: dict[PostgresConnection, float] = {}
         """Deadline of the running statement of each connection, on the monotonic clock."""
         self._is_closed = threading.Event()
         threading.Thread(target=self._run, name="queue watchdog", daemon=True).start()

@@ -40,7 +40,7 @@ from svdpp.serve.job import (
     VerificationStatus,
     column_of,
     job_from_row,
-    to_json,
+    to_json_column,
 )
 from svdpp.serve.queue_queries import JobQueries
 from svdpp.serve.sqlite import SqliteBackend
@@ -312,7 +312,7 @@ class JobQueue(JobQueries):
         """
         condition = sql.IS_EXPIRED if is_expired else "true"
         statement = sql.REQUEUE.format(lost=int(is_expired and self.is_shared), and_=condition)
-        values = to_json(error_to_dict(_TOO_MANY_EXPIRED)), int(counts), id, token
+        values = to_json_column(error_to_dict(_TOO_MANY_EXPIRED)), int(counts), id, token
         self._claims.discard((id, token))
         with self.backend.transaction() as connection:
             rows = connection.execute(statement, values).fetchall()
@@ -332,7 +332,9 @@ class JobQueue(JobQueries):
             metadata: Metadata of the clip.
             token: Fencing token of the claim; 0 for a queue that is not shared.
         """
-        return self._finish(id, token, JobState.COMPLETED, metadata=to_json(metadata), error=None)
+        return self._finish(
+            id, token, JobState.COMPLETED, metadata=to_json_column(metadata), error=None
+        )
 
     def fail(self, id: str, error: BaseException, token: int = 0) -> bool:
         """Set a claimed job to FAILED with an error; return whether this was done.
@@ -344,7 +346,7 @@ class JobQueue(JobQueries):
             error: Error that ended the job.
             token: Fencing token of the claim; 0 for a queue that is not shared.
         """
-        return self._finish(id, token, JobState.FAILED, error=to_json(error_to_dict(error)))
+        return self._finish(id, token, JobState.FAILED, error=to_json_column(error_to_dict(error)))
 
     def cancel_waiting(self, id: str) -> bool:
         """Cancel a queued job; return whether the job was queued."""

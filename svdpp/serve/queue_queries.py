@@ -18,7 +18,7 @@ from loguru import logger
 
 from svdpp.config import SamplingConfig
 from svdpp.serve import queue_sql as sql
-from svdpp.serve.job import Job, JobState, UnreadableJobError, job_from_row, sampling_of
+from svdpp.serve.job import Job, JobState, UnreadableJobError, job_from_row, parse_sampling
 from svdpp.serve.sqlite import SqliteBackend
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class JobQueries:
         for id, text in self.backend.fetch_all(sql.ROUND_ROBIN.format(runnable), *values):
             # Jobs that cannot be read are left out; `claim` counts and reports them.
             with contextlib.suppress(ValueError, TypeError, LookupError):
-                waiting.append((id, sampling_of(text)))
+                waiting.append((id, parse_sampling(text)))
         return waiting
 
     def running(self) -> list[Job]:

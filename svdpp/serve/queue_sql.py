@@ -15,9 +15,9 @@ from svdpp.serve.job import Job, JobState, job_to_row
 if TYPE_CHECKING:
     import sqlite3
 
-    from svdpp.serve.postgres import Connection
+    from svdpp.serve.postgres import PostgresConnection
 
-    DatabaseConnection = sqlite3.Connection | Connection
+    DatabaseConnection = sqlite3.Connection | PostgresConnection
 
 #: Seconds of waiting that count as much as one step of priority, so that no job waits forever. For
 #: example, a job of priority 0 goes before a job of priority 2 that the same owner requested 1201 s

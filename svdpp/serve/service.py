@@ -42,7 +42,7 @@ from svdpp.serve.retention import ORPHAN_SCAN_SECONDS, FileSnapshot, remove_job,
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, DeletedVideo, Video, video_from_job
 from svdpp.serve.settings import ServerSettings
 from svdpp.serve.sqlite import BackendUnavailableError
-from svdpp.serve.subscribers import Subscribers
+from svdpp.serve.subscribers import SubscriberCounts
 from svdpp.serve.uploads import UploadStore
 from svdpp.serve.verifier import Verifier
 from svdpp.serve.webhooks import Webhooks
@@ -77,7 +77,7 @@ class Service:
         self.uploads = UploadStore(self.folder / UPLOADS_FOLDER, settings.max_pixels)
         self._request_files = RequestFiles(self.uploads, queue.store)
         self._orphans: FileSnapshot = set()
-        self.subscribers = Subscribers()
+        self.subscribers = SubscriberCounts()
         self.engine = Engine(config, queue, on_changed=self._on_changed)
         for remark in self.engine.checkpoint.remarks if self.engine.checkpoint else ():
             logger.warning(remark)
@@ -99,7 +99,7 @@ class Service:
             self.engine,
             num_streams=lambda: self.subscribers.total,
             servers=self.fleet.servers,
-            num_open_lines=lambda: self.batches.table.num_open(),
+            num_open_lines=lambda: self.batches.table.num_open_lines(),
         )
         self.engine.observe(self.metrics)
         self.verifier = Verifier(
@@ -286,7 +286,7 @@ class Service:
             videos=dict.fromkeys(files, ""),
             **prompts,
         )
-        self.admission.check_inputs(sampling, clip_request)
+        self.admission.check_clip_inputs(sampling, clip_request)
         recorded = {name: {sha256} for name, sha256 in (loras or {}).items()}
         found_loras = self.capabilities.loras.find(
             request.value("lora"),

@@ -15,7 +15,7 @@ _LOOKS_PER_SECOND = 200
 
 
 @dataclass
-class Subscribers:
+class SubscriberCounts:
     """Clients that follow jobs. The request of each client queries the state of its job repeatedly.
 
     Open archives are counted as clients, too.

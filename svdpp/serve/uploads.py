@@ -307,7 +307,7 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
         process = start_helper(
             "svdpp.serve.uploads",
             *(upload, *numbers),
-            variables=_environment(),
+            variables=_decoder_environment(),
             stderr=subprocess.DEVNULL,
         )
     with process:
@@ -359,7 +359,7 @@ def _read_result(process: subprocess.Popen[bytes]) -> str:
     return ""
 
 
-def _environment() -> dict[str, str]:
+def _decoder_environment() -> dict[str, str]:
     """Return the decoder's environment variables: without secrets, and with one thread."""
     kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}

@@ -319,7 +319,7 @@ def check_file(
         if difference is not None:
             faults += difference.faults
         if difference is None or not difference.has_folders:
-            found = video.file_sha256(clip.path)
+            found = video.clip_sha256(clip.path)
         if found is not None and recorded not in (None, found):
             changed = "the file's sha256 is not the recorded one: the file was changed or replaced"
             faults.insert(0, changed)

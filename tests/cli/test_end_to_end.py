@@ -18,7 +18,7 @@ from PIL import Image
 from svdpp.driver import pipeline
 from svdpp.errors import recorded_path
 from svdpp.media.inputs import example_images
-from svdpp.media.video import file_sha256, read_frames, read_metadata
+from svdpp.media.video import clip_sha256, read_frames, read_metadata
 from svdpp.verification.reference import stack_frames
 from svdpp.verification.verify import verify
 from tests.support.builders import edit_json, save_tiny_checkpoint
@@ -97,7 +97,7 @@ def test_run_makes_clips_that_are_diffusers_own(
         frames = read_frames(clip, "mp4")
         assert frames.shape == (3, 64, 64, 3)
         assert json.loads(clip.with_suffix(".mp4.json").read_text()) == record
-        assert {**read_metadata(clip), "file_sha256": file_sha256(clip)} == record
+        assert {**read_metadata(clip), "file_sha256": clip_sha256(clip)} == record
         photo = next(p for p in PHOTOS if p.stem == stem)
         assert record["input_sha256"] == hashlib.sha256(photo.read_bytes()).hexdigest()
         assert (record["seed"], record["input"]) == (seed, recorded_path(photo, out))

@@ -19,7 +19,7 @@ from svdpp.media.ffmpeg import find_ffmpeg
 from svdpp.media.streams import read_streams
 from svdpp.media.video import (
     FORMAT_SUFFIXES,
-    file_sha256,
+    clip_sha256,
     read_audio,
     read_frames,
     read_metadata,
@@ -304,19 +304,19 @@ def test_a_clip_beyond_the_limits_is_refused(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_file_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat) -> None:
+def test_clip_sha256_is_of_what_lies_on_disk(tmp_path: Path, format: VideoFormat) -> None:
     path = tmp_path / f"x{video.FORMAT_SUFFIXES[format]}"
     output = OutputConfig(path=str(path), format=format)
     written = write_clip(smooth_frames(3), output, fps=7, metadata=METADATA)
-    assert file_sha256(path) == written
+    assert clip_sha256(path) == written
     by_hand = "sha256sum x.*" if path.is_file() else "cd x && sha256sum * | sha256sum"
     assert subprocess.check_output(by_hand, shell=True, cwd=tmp_path).decode().split()[0] == written
     with (path / "00001.png" if path.is_dir() else path).open("ab") as file:
         file.write(b"junk")
-    assert file_sha256(path) != written
+    assert clip_sha256(path) != written
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="is not a regular file"):
-        file_sha256(tmp_path / "pipe")
+        clip_sha256(tmp_path / "pipe")
 
 
 @pytest.mark.parametrize("format", FORMATS)

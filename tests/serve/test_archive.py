@@ -10,7 +10,7 @@ import zipfile
 import httpx
 import pytest
 
-from svdpp.serve.archive import CLIPS_FILE, Member, zip_members
+from svdpp.serve.archive import CLIPS_FILE, ZipMember, zip_members
 from svdpp.serve.job import Job
 from svdpp.serve.sqlite import BackendUnavailableError
 from tests.support.http_server import HttpServer, error_of, wait
@@ -124,7 +124,7 @@ def test_the_memory_of_an_archive_does_not_grow_with_its_files() -> None:
             self.left -= size
             return bytes(size)
 
-    members = (Member(f"{number}.mp4", 0.0, Zeros(), Zeros.left) for number in range(2))
+    members = (ZipMember(f"{number}.mp4", 0.0, Zeros(), Zeros.left) for number in range(2))
     tracemalloc.start()
     num_bytes = sum(map(len, zip_members(members)))
     peak = tracemalloc.get_traced_memory()[1]

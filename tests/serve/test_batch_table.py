@@ -76,7 +76,7 @@ def test_a_batch_from_request_to_its_last_clip(table: BatchTable, each_store: Jo
     jobs += line_jobs(batch, 1)
     assert table.add_lines(batch, jobs[2:])
     assert table.validating("m") == []
-    assert (status(table), table.num_open()) == ("in_progress", 3)
+    assert (status(table), table.num_open_lines()) == ("in_progress", 3)
 
     for state, job in zip((JobState.COMPLETED, JobState.FAILED), jobs, strict=False):
         claimed = taken(queue)
@@ -135,7 +135,7 @@ def test_a_batch_beyond_a_limit_is_refused_whole(table: BatchTable) -> None:
         table.add(third, max_open=5, max_open_of_owner=4)
     assert full.value.details == {"open": 4, "limit": 4, "lines": 1, "owner": "alice"}
     table.add(replace(third, owner="bob"), max_open=5, max_open_of_owner=1)
-    assert table.num_open() == 5
+    assert table.num_open_lines() == 5
 
 
 def test_an_idempotency_key_stands_for_one_batch(table: BatchTable) -> None:
@@ -164,7 +164,7 @@ def test_a_cancelled_batch_stores_no_further_line(table: BatchTable, each_store:
     assert table.cancel_waiting(batch.id) == table.half_cancelled() == []
     assert (table.running(batch.id), status(table)) == ([running.id], "cancelling")
     queue.mark_cancelled(running.id, running.fencing_token)
-    assert (status(table), table.num_open()) == ("cancelled", 0)
+    assert (status(table), table.num_open_lines()) == ("cancelled", 0)
 
 
 def test_what_has_ended_is_not_cancelled(table: BatchTable, each_store: JobQueue) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from svdpp.media.output_files import private_files
-from svdpp.media.video import file_sha256
+from svdpp.media.video import clip_sha256
 from svdpp.serve.auth import add_key
 from svdpp.serve.job import JobState, new_id
 from svdpp.serve.queue import JobQueue
@@ -220,7 +220,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
         assert (head.headers["content-length"], head.content) == (str(len(whole.content)), b"")
         assert metadata["seed"] == 3
         clip = server.folder / "clips" / f"{id}.mp4"
-        assert metadata["file_sha256"] == file_sha256(clip)
+        assert metadata["file_sha256"] == clip_sha256(clip)
         for written in (clip, Path(f"{clip}.json")):  # written by a rank
             assert written.stat().st_mode & 0o777 == 0o600
         assert server.client.post(f"/v1/videos/{id}/verify").status_code == 202

@@ -307,7 +307,7 @@ def test_an_mp4_that_is_shown_otherwise(
     inputs = [*before, "-i", kept, *after]
     ffmpeg(*inputs, "-c:v:0", "copy", "-movflags", "use_metadata_tags", file)
     kept.unlink()
-    edit_json(path, file_sha256=video.file_sha256(file))
+    edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert not check.equal
     assert words in check.detail
@@ -328,7 +328,7 @@ def test_an_mp4_for_other_eyes(tmp_path: Path) -> None:
     for index in range(int.from_bytes(data[offsets + 8 : offsets + 12])):
         _add(data, offsets + 12 + 4 * index, len(box))
     file.write_bytes(data)
-    edit_json(path, file_sha256=video.file_sha256(file))
+    edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert not check.equal
     assert check.detail == "its video has the boxes st3d"
@@ -351,7 +351,7 @@ def test_an_mp4_that_was_only_packed_and_named_otherwise(tmp_path: Path) -> None
     ffmpeg("-i", kept, "-c", "copy", "-movflags", flags, *tags, file)
     kept.unlink()
     assert "changed or replaced" in _check(path).detail, "its bytes are others"
-    edit_json(path, file_sha256=video.file_sha256(file))
+    edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert check.equal, check
 
@@ -411,7 +411,7 @@ def test_frames_that_are_shown_otherwise(
             if gamma := options.pop("gamma", None):
                 info.add(b"gAMA", gamma.to_bytes(4))
             image.save(file, pnginfo=info, **options)
-    edit_json(path, file_sha256=video.file_sha256(tmp_path / "a"))
+    edit_json(path, file_sha256=video.clip_sha256(tmp_path / "a"))
     check = _check(path)
     assert not check.equal
     assert words in check.detail
@@ -464,7 +464,7 @@ def test_a_webp_that_is_shown_otherwise(
         image.putalpha(alpha)
     options = {"lossless": True, "exact": True, "exif": exif, "loop": 0, "duration": 143}
     images[0].save(file, save_all=True, append_images=images[1:], **options)
-    edit_json(path, file_sha256=video.file_sha256(file))
+    edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert not check.equal
     assert check.detail.startswith(words)
@@ -487,7 +487,7 @@ def test_an_animation_that_is_shown_otherwise(
     exif[ExifTags.Base.ImageDescription] = json.dumps(inside)
     same = {"duration": 1000 // 7, "loop": 0, "exif": exif, "comment": json.dumps(inside).encode()}
     first.save(file, save_all=True, append_images=rest, **{**same, **changes})
-    edit_json(path, file_sha256=video.file_sha256(file))
+    edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert not check.equal
     assert words in check.detail

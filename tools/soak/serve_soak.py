@@ -41,7 +41,7 @@ import httpx
 from benchmarks.options import options
 from svdpp.config import ClipRequest, ModelConfig, PipelineConfig, SamplingConfig, SvdSampling
 from svdpp.driver.pipeline import Pipeline
-from svdpp.media.video import file_sha256
+from svdpp.media.video import clip_sha256
 from svdpp.serve.job import Job
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.sqlite import RESERVE_FILE
@@ -361,7 +361,7 @@ def _wrong_clips(asked: list[Request], data: Path, done: list[Job]) -> list[str]
         request, path = by_id[job.id], job.clip_path(data)
         if job.metadata["latents_sha256"] != expected[_kind(request)]:
             wrong.append(f"{request.key}: wrong latents")
-        if job.metadata["file_sha256"] != file_sha256(path):
+        if job.metadata["file_sha256"] != clip_sha256(path):
             wrong.append(f"{request.key}: wrong mp4")
         if job.metadata != json.loads(path.with_suffix(".mp4.json").read_bytes()):
             wrong.append(f"{request.key}: the row differs from the JSON of the clip")
