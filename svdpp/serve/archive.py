@@ -51,7 +51,7 @@ class ZipMember:
 
 
 class Archive(StreamingResponse):
-    """HTTP response with a zip.
+    """HTTP response that sends a zip of clips while the zip is created.
 
     If an error occurs while the zip is sent, the connection is closed, so that the client notices
     that the zip is incomplete.
@@ -60,7 +60,7 @@ class Archive(StreamingResponse):
     media_type = "application/zip"
 
     async def stream_response(self, send: Send) -> None:
-        """Send the zip.
+        """Send the zip of clips to the client; if a clip cannot be read, log the error.
 
         If a clip cannot be read, log the error. It cannot become an error response, because status
         200 is already sent.
@@ -72,7 +72,7 @@ class Archive(StreamingResponse):
 
 
 class _Output:
-    """Write-only file object for `zipfile`. It cannot seek.
+    """Write-only file object for `zipfile`, which keeps written bytes until `take` returns them.
 
     `take` returns the bytes that were written since the previous `take`.
     """
@@ -85,10 +85,10 @@ class _Output:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, because `take` returns all written bytes."""
+        """Do nothing, because `take` returns all written bytes of the zip."""
 
     def close(self) -> None:
-        """Do nothing, because no file is open."""
+        """Do nothing, because the zip's bytes are in memory, and no file is open."""
 
     def take(self) -> bytes:
         data = b"".join(self._parts)
@@ -97,7 +97,7 @@ class _Output:
 
 
 def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
-    """Yield the bytes of a zip without compression, because videos cannot be compressed further.
+    """Yield the bytes of an uncompressed zip of `members`, while their files are read.
 
     Members are read one after the other, and their contents are not kept.
     """
@@ -118,7 +118,7 @@ def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
 
 
 def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator[ZipMember]:
-    """Yield the clips of an archive with readable names, and `CLIPS_FILE` as the last member.
+    """Yield an owner's clips as zip members with readable names, and `CLIPS_FILE` as the last one.
 
     A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
     clip's line in `CLIPS_FILE` has `file` null.
@@ -157,7 +157,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
-    """Return `name`, or a name such as `clip-2.mp4` if `taken` has `name`; add it to `taken`.
+    """Return `name`, or one such as `clip-2.mp4` if the zip has `name`; add it to `taken`.
 
     Names that differ only in case count as equal.
     """

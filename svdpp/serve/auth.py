@@ -41,7 +41,7 @@ class Keys(dict[str, Owner]):
     """Owners of the API keys that a server accepts, by the SHA-256 of the key."""
 
     def find_owner(self, key: str) -> Owner | None:
-        """Return the owner of a client's key; None if the key is unknown.
+        """Return the owner of a client's API key; None if the key is unknown.
 
         The comparison takes the same time however many characters of the key are right.
         """
@@ -54,7 +54,7 @@ class Keys(dict[str, Owner]):
 
 
 def load_keys(host: str, key_file: Path | None) -> Keys | None:
-    """Return the API keys in a file. Without a file, check that `host` is a loopback address.
+    """Return the API keys in a file. Without a file, raise unless `host` is a loopback address.
 
     Args:
         host: Host name or IP address on which the server listens.
@@ -90,7 +90,7 @@ def is_loopback(host: str) -> bool:
 
 
 def new_key() -> tuple[str, str]:
-    """Return a new random key, and the key's SHA-256 for the file of keys."""
+    """Return a new random API key, and the key's SHA-256 for the file of keys."""
     key = f"svdpp_{secrets.token_urlsafe(32)}"
     return key, _hash(key)
 
@@ -100,7 +100,7 @@ def _hash(key: str) -> str:
 
 
 def add_key(path: Path, name: str) -> str:
-    """Create a key, and append its hash to the file of keys. The key itself is not stored.
+    """Create an API key, and append its hash to the file of keys. The key itself is not stored.
 
     Args:
         path: File of keys. The file and its folder are created if they do not exist.
@@ -136,7 +136,7 @@ def add_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Keys:
-    """Read a file of keys. Each line is `NAME HASH` or `NAME HASH open=N`; N is `Owner.max_open`.
+    """Return the owners of the API keys in a file. Each line is `NAME HASH`, perhaps with `open=N`.
 
     A name may have several keys, and so several lines. The last `open=N` applies to all of them.
     Error messages do not quote lines, because a line may contain a key.
@@ -156,7 +156,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Read a file of secrets for signing webhooks. Each line is `whsec_` followed by base64.
+    """Return the secrets for signing webhooks in a file, whose lines are `whsec_` and base64.
 
     Raises:
         RequestError: The mode of the file gives access to other users.
@@ -170,7 +170,7 @@ def read_secrets(path: Path) -> list[bytes]:
 def _match_lines(
     path: Path, what: str, line: re.Pattern[str], form: str, hint: str = ""
 ) -> list[re.Match[str]]:
-    """Match each line of a private file, except empty lines and comments; return the matches.
+    """Match each line of a private file of keys or secrets, except comments; return the matches.
 
     Args:
         path: Path of the file.

@@ -43,7 +43,7 @@ class BatchFiles:
         self._check_accepts_jobs = check_accepts_jobs
 
     def add(self, source: BinaryIO, name: str, owner: Owner) -> BatchFile:
-        """Store an uploaded file durably: the content first, then its row.
+        """Store an uploaded file of batch lines durably: the content first, then its row.
 
         Args:
             source: Open file with the content, which is read from the beginning.
@@ -84,7 +84,7 @@ class BatchFiles:
         return file
 
     def get(self, id: str, owner: Owner) -> BatchFile:
-        """Return a file of an owner by the file's id.
+        """Return an owner's uploaded file of batch lines by the file's id.
 
         Raises:
             ApiError: The owner has no such file.
@@ -99,7 +99,7 @@ class BatchFiles:
         return file
 
     def content(self, file: BatchFile) -> Path:
-        """Return the path of a file's content. If necessary, fetch the content from the store.
+        """Return the path of a batch file's content. If necessary, fetch it from the store.
 
         Raises:
             ApiError: The content has been removed.
@@ -113,7 +113,7 @@ class BatchFiles:
         return path
 
     def remove(self, id: str, owner: Owner) -> None:
-        """Remove a file, if no batch still reads it.
+        """Remove an uploaded file of batch lines; raise an `ApiError` if a batch still reads it.
 
         Raises:
             ApiError: The owner has no such file, or a batch with this file is still `validating`.
@@ -126,7 +126,7 @@ class BatchFiles:
         self.discard(file)
 
     def discard(self, file: BatchFile) -> None:
-        """Remove a file's content, then its row.
+        """Remove the content of an uploaded file of batch lines, then its row.
 
         If the server dies in between, the row remains, and `remove_older` removes it later.
         """
@@ -134,6 +134,6 @@ class BatchFiles:
         self._table.remove_file(file.id)
 
     def remove_older(self, before: float) -> None:
-        """Remove the files that were stored before a unix time, except those that a batch reads."""
+        """Remove files of batch lines stored before a unix time that no batch still reads."""
         for file in self._table.files_before(before):
             self.discard(file)

@@ -69,7 +69,7 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add one fault for each entry of `error.details["faults"]`; without entries, add one.
+        """Add the faults of one line: each entry of `error.details["faults"]`, or else the error.
 
         Args:
             line: Number of the line, from 1.
@@ -97,7 +97,7 @@ class LineFaults:
 
 
 class BatchLineReader:
-    """Reader of the lines of batches. It also checks the fields of each line.
+    """Reader of the lines of a batch's file, which are requests. It also checks their fields.
 
     Args:
         capabilities: Limits for the requests in lines.
@@ -115,7 +115,7 @@ class BatchLineReader:
         self._new_job = new_job
 
     def check_all(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
-        """Check the fields of all lines of a file. Images are not decoded.
+        """Raise unless all lines of a batch have valid fields; return their number and LoRAs.
 
         Returns:
             Number of lines, and the SHA-256 of each LoRA in the lines, by the LoRA's name.
@@ -141,7 +141,7 @@ class BatchLineReader:
         loras: Mapping[str, str],
         faults: LineFaults,
     ) -> Iterator[CheckedLine]:
-        """Yield each line with valid fields; add the faults of the other lines to `faults`.
+        """Yield each line of a batch with valid fields; add the faults of the others to `faults`.
 
         Args:
             source: Open file with the lines.
@@ -184,7 +184,7 @@ class BatchLineReader:
 
 
 def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
-    """Take the next lines: at most `most`, and fewer if their images reach `_SLICE_BYTES`."""
+    """Take a batch's next lines: at most `most`, fewer if their images reach `_SLICE_BYTES`."""
     taken: list[CheckedLine] = []
     size = 0
     for line in islice(lines, most):
@@ -196,7 +196,7 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 
 
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of each line that is not empty.
+    """Yield number and bytes of each line of a batch's file that is not empty.
 
     A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes: `_parse_line` reports it.
     """
@@ -213,7 +213,7 @@ def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_line(text: bytes) -> _Line:
-    """Parse a line. The request in its `body` is not checked.
+    """Parse a line of a batch's file. The request in its `body` is not checked.
 
     Raises:
         ApiError: The line is too long, is not a JSON object, or has unknown or missing keys.
@@ -245,7 +245,7 @@ def _parse_line(text: bytes) -> _Line:
 
 
 def _custom_id_in(text: bytes) -> str | None:
-    """Return the `custom_id` of a faulty line; None if it cannot be read."""
+    """Return the `custom_id` of a batch's faulty line; None if it cannot be read."""
     with suppress(ValueError, RecursionError):
         values = json.loads(text)
         if isinstance(values, dict) and isinstance(values.get("custom_id"), str):
@@ -254,7 +254,7 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def line_fault(error: SvdppError) -> ApiError:
-    """Convert an error to the API's error for a faulty line.
+    """Convert an error to the API's error about a batch's line; raise an error of the server.
 
     Raises:
         SvdppError: `error` itself, if the line is not the cause, but the server.

@@ -49,12 +49,12 @@ _SPOOL_BYTES = 2**20
 
 
 def _parse_metadata(value: Any) -> Any:
-    """Parse `metadata` if it is text: a form sends JSON text, and a JSON body an object."""
+    """Parse a batch's `metadata` if it is JSON text, as forms send it; else return it unchanged."""
     return parse_json(value.encode()) if isinstance(value, str) else value
 
 
 def _check_file(value: Any) -> Any:
-    """Check that the value of a form's field is a file, not text."""
+    """Raise a `ValueError` unless the value of a form's field is an uploaded file, not text."""
     if not hasattr(value, "filename"):
         raise ValueError("send a file, as curl -F file=@FILE does")
     return value
@@ -107,7 +107,7 @@ class FileForm(BaseModel):
 
 
 def _body(**kinds: dict[str, Any]) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body.
+    """Return the OpenAPI description of the body of a request for a batch or a file.
 
     Args:
         kinds: Schema of the body for each accepted media type: `form`, `json` or `lines`.
@@ -182,7 +182,7 @@ def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch of a file with results, and whether it is the error file.
+    """Return the batch to which a file of results belongs, and whether it is the error file.
 
     Returns:
         Batch and boolean; None: the id is not that of a file with results.
@@ -305,7 +305,7 @@ def _view(service: Service, batch: Batch) -> BatchView:
 
 @asynccontextmanager
 async def _form(request: Request) -> AsyncIterator[dict[str, Any]]:
-    """Yield the fields of a form. Its temporary files are removed after the `with` block."""
+    """Yield the fields of a request's form; remove its temporary files after the `with` block."""
     try:
         form = await request.form()
     except (ClientDisconnect, HTTPException, OSError) as error:

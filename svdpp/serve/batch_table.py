@@ -36,7 +36,7 @@ class BatchState(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Batch of requests. Times are unix seconds by the queue's clock.
+    """Batch of requests for clips. Times are unix seconds by the queue's clock.
 
     Args:
         model_key: Key of the model for the batch's jobs; see `Job.model_key`.
@@ -71,7 +71,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchFile:
-    """File with lines of a batch, which a client has uploaded.
+    """File with the lines of a batch, which a client has uploaded.
 
     Args:
         name: File name from the client. It is only shown, and never used as a path.
@@ -87,7 +87,7 @@ class BatchFile:
     created_at: float
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the file's content in a data folder."""
+        """Return the path of the content of a batch's uploaded file in a data folder."""
         return folder / UPLOADS_FOLDER / f"{self.id}.jsonl"
 
 
@@ -180,7 +180,7 @@ class BatchTable:
     # --- files with the lines of batches ----------------------------------------------------------
 
     def add_file(self, file: BatchFile, max_bytes: int) -> None:
-        """Store the row of a file. The content has to be stored before.
+        """Store the row of an uploaded file of batch lines. Its content has to be stored before.
 
         Args:
             file: File to add.
@@ -201,7 +201,7 @@ class BatchTable:
             connection.execute(f"INSERT INTO batch_files ({names}) VALUES ({marks})", tuple(values))
 
     def file(self, id: str) -> BatchFile | None:
-        """Return the file with an id; None: no such file exists."""
+        """Return the uploaded file of batch lines with an id; None: no such file exists."""
         rows = self._backend.fetch_all(f"{_SELECT_FILE} WHERE id = ?", id)
         return next((_file_of(row) for row in rows), None)
 
@@ -210,11 +210,11 @@ class BatchTable:
         return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
 
     def remove_file(self, id: str) -> bool:
-        """Remove the row of a file whose content was removed; return whether the row existed."""
+        """Remove the row of a batch file after its content; return whether the row existed."""
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the files that are older than a unix time and that no `validating` batch reads.
+        """Return the batch files older than a unix time that no `validating` batch reads.
 
         Args:
             before: Unix time in seconds.
@@ -228,7 +228,7 @@ class BatchTable:
     # --- changes of batches -----------------------------------------------------------------------
 
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
-        """Store a new batch, or return the owner's batch with the same idempotency key.
+        """Store and return a new batch, or return the owner's one with the same idempotency key.
 
         A line of a batch is open until its job has ended.
 
@@ -366,7 +366,7 @@ class BatchTable:
         return next(iter(self._batches(where, file_id)), None)
 
     def page(self, owner: str, limit: int, after: str | None) -> list[Batch]:
-        """Return batches of an owner, the newest first.
+        """Return a page of an owner's batches, the newest first.
 
         Args:
             owner: Owner of the batches.
@@ -390,7 +390,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the counts of each batch, by the batch's id. Removed clips do not count.
+        """Return the number of each batch's jobs by state. Removed clips do not count.
 
         Args:
             ids: Ids of the batches.

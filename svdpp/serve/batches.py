@@ -76,7 +76,7 @@ class Batches:
         on_stored: Callable[[], None],
         on_cancelled: Callable[[int], None],
     ) -> None:
-        """Create the thread that turns lines into jobs, but do not start it.
+        """Create the thread that turns the lines of batches into jobs, but do not start it.
 
         Args:
             queue: Queue of the jobs.
@@ -128,7 +128,7 @@ class Batches:
         completion_window: str = "24h",
         metadata: dict[str, str] | None = None,
     ) -> Batch:
-        """Check the fields of all lines and store the batch durably; return the batch.
+        """Check the fields of all lines of a batch, and store the batch durably; return it.
 
         If an earlier request had the same idempotency key, the batch of that request is returned.
 
@@ -185,7 +185,7 @@ class Batches:
     def _check_lines(
         self, owner: Owner, input_file_id: str | None, source: BinaryIO | None, name: str
     ) -> tuple[BatchFile, int, dict[str, str]]:
-        """Check the fields of all lines. Without `input_file_id`, store `source` after the check.
+        """Check the fields of a batch's lines; store `source` if there is no `input_file_id`.
 
         Returns:
             File with the lines; number of lines; SHA-256 of each LoRA in the lines, by name.
@@ -218,7 +218,7 @@ class Batches:
         return batch
 
     def cancel(self, id: str, owner: Owner) -> Batch:
-        """Cancel the unfinished clips of a batch. A batch that has ended does not change.
+        """Cancel the unfinished clips of a batch, unless it has ended; return the batch.
 
         Raises:
             ApiError: The owner has no such batch.
@@ -240,7 +240,7 @@ class Batches:
     # --- results of batches -----------------------------------------------------------------------
 
     def results(self, batch: Batch, *, errors: bool, view: Callable[[Job], Video]) -> Iterator[str]:
-        """Yield the lines that a batch's output file, or its error file, has so far.
+        """Yield the result lines that a batch's output file, or its error file, has so far.
 
         Args:
             batch: Batch.
@@ -258,7 +258,7 @@ class Batches:
     # --- methods for the thread that turns lines into jobs ----------------------------------------
 
     def _run_once(self) -> None:
-        """Work on all accepted batches in turns, so that a long batch does not delay the others."""
+        """Turn the lines of all accepted batches into jobs, some lines of each batch in turn."""
         if uptime() >= self._tidy_at:
             self._tidy()
             self._tidy_at = uptime() + _TIDY_SECONDS
@@ -284,7 +284,7 @@ class Batches:
             raise failure
 
     def _process_batch(self, id: str) -> Iterator[None]:
-        """Turn the lines of a batch into jobs, some at a time.
+        """Check the images of a batch, and turn its lines into jobs, some at a time.
 
         At each `yield`, another batch gets its turn. If another server works on the batch, this
         method does nothing.
@@ -325,7 +325,7 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[None]:
-        """Decode the images of all lines, some at a time; add each fault to `faults`."""
+        """Decode the images in all lines of a batch, some at a time; add each fault to `faults`."""
 
         def check(line: CheckedLine) -> tuple[CheckedLine, ApiError | None]:
             try:
@@ -352,7 +352,7 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[None]:
-        """Store jobs for the lines that are not jobs yet, some at a time."""
+        """Store jobs for the lines of a batch that are not jobs yet, some at a time."""
         lines = self._lines.read(source, owner, batch.id, batch.loras, faults)
         lines = islice(lines, batch.stored, None)
         while some := take_lines(lines, _STORED_LINES):
@@ -386,7 +386,7 @@ class Batches:
         decoded: DecodedImages,
         faults: LineFaults,
     ) -> Iterator[Job]:
-        """Store the images and videos of lines, and yield each line's job.
+        """Store the images and videos of a batch's lines, and yield each line's job.
 
         For each stored file, `uploads` gets a callback that removes the file. The caller cancels
         the callbacks once the jobs are stored.
@@ -410,7 +410,7 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish the cancellations of killed servers; remove old files and empty batches."""
+        """Finish batch cancellations of killed servers; remove old files and empty batches."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf

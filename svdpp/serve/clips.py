@@ -55,7 +55,7 @@ class Admission:
         self._route_error = functools.lru_cache(_MAX_SHAPES)(self._find_route_error)
 
     def check(self, sampling: SamplingConfig) -> None:
-        """Check that the ranks have a route and enough memory for a clip.
+        """Raise an error unless the ranks have a route and enough memory for a requested clip.
 
         Raises:
             RequestError: No route through the ranks can make the clip.
@@ -74,7 +74,7 @@ class Admission:
         return None if error is None else error.message
 
     def check_clip_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Check that a clip has all inputs that the model needs, and no others.
+        """Raise a `RequestError` unless a clip has all inputs that the model needs, and no others.
 
         Raises:
             RequestError: An image, video or prompt is missing, or the model does not take it.
@@ -158,7 +158,7 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass
 class RunningClip:
-    """Clip in the pipeline, or a clip whose large image the ranks are still preparing."""
+    """Clip of a job in the pipeline, or one whose large image the ranks are still preparing."""
 
     job: Job
     request: ClipRequest
@@ -184,7 +184,7 @@ class RunningClip:
 
     @property
     def progress(self) -> ClipProgress:
-        """Progress of the clip.
+        """Progress of the clip: its finished steps, and the rank that works on it.
 
         If the clip continues from a latent checkpoint, the steps before the checkpoint are done.
         """
@@ -220,7 +220,7 @@ class RequestBuilder:
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
-        """Return the clip for a job. It continues from the job's latest latent checkpoint, if any.
+        """Convert a job to a `RunningClip`, which continues from the latest latent checkpoint.
 
         Input files that are only in the store are fetched to the data folder.
         """
@@ -239,7 +239,7 @@ class RequestBuilder:
         return RunningClip(job, request, metadata)
 
     def remove_latents(self, job: Job) -> None:
-        """Remove the job's latent checkpoints."""
+        """Remove a job's latent checkpoints."""
         # `_metadata_and_key` fails if the ranks cannot make the job. It then has no checkpoints.
         with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
@@ -311,7 +311,7 @@ class RequestBuilder:
         return OutputConfig(path=str(job.clip_path(self.folder)))
 
     def _metadata_and_key(self, job: Job) -> tuple[dict[str, Any], str]:
-        """Return the clip's metadata, and the key of its latent checkpoints.
+        """Return the metadata of a job's clip, and the key of its latent checkpoints.
 
         The key depends on the job's id, so that two jobs for the same clip have separate
         checkpoints.

@@ -51,7 +51,7 @@ class SteadyClock:
         return uptime() - self._created >= SETTLING_SECONDS
 
     def now(self) -> float:
-        """Return the unix time in seconds."""
+        """Return the unix time in seconds, without jumps of the machine's clock."""
         skew = self.skew()
         if abs(skew) <= MAX_SKEW:
             self._start += skew
@@ -63,7 +63,7 @@ class SteadyClock:
 
 
 def check_skew(seconds: float, other: str) -> None:
-    """Check that this machine's clock agrees with another clock.
+    """Raise a `ClockError` if two clocks differ by so much that nothing may be deleted by its age.
 
     Args:
         seconds: Seconds by which this machine's clock is ahead of the other clock.

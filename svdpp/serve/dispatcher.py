@@ -124,7 +124,7 @@ class Dispatcher:
                 self.request_cancel(id)
 
     def notify_changed(self, job_id: str) -> Job | None:
-        """Read a job, pass it to `on_changed`, and return it; None if the job was removed."""
+        """Read a job, pass it to `on_changed`, and return it; None if the queue has removed it."""
         job = self._queue.get(job_id)
         if job is not None:
             if job.state.is_final:
@@ -133,7 +133,7 @@ class Dispatcher:
         return job
 
     def image_ready(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Handle an `ImageReady` event: a rank has prepared an image. Ignore other events."""
+        """Record that a rank has prepared a large image (`ImageReady`). Ignore other events."""
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
@@ -142,7 +142,7 @@ class Dispatcher:
 
     @property
     def num_free_slots(self) -> int:
-        """Number of further jobs that the pipeline accepts."""
+        """Number of further jobs that can be submitted to the pipeline now."""
         num_waiting = sum(not clip.has_started for clip in self.clips())
         return max(0, min(self._max_running - len(self._clips), self._max_waiting - num_waiting))
 
@@ -158,12 +158,12 @@ class Dispatcher:
         return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
-        """Return the number of finished steps of a job; 0 if the ranks do not have the job."""
+        """Return the number of a job's finished denoising steps; 0 if the ranks do not have it."""
         clip = self.get(job_id)
         return 0 if clip is None else clip.progress.steps_done
 
     def job_id_of(self, clip: int | None) -> str | None:
-        """Return the id of the job of clip number `clip`; None if the clip is unknown."""
+        """Return the id of the job whose clip has index `clip` in the pipeline; None if unknown."""
         job = None if clip is None else self.recent_jobs.get(clip)
         return None if job is None else job.id
 
@@ -177,7 +177,7 @@ class Dispatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether `run_once` has work now."""
+        """Whether `run_once` has results to record, cancels to forward, or may claim a job now."""
         return bool(self._done or self._to_cancel) or self._can_claim
 
     @property
@@ -229,7 +229,7 @@ class Dispatcher:
             self.has_latents = False
 
     def _check_storage(self) -> None:
-        """Set `unavailable_reason` from the queue and the disk, and log a change."""
+        """Update `unavailable_reason` by the state of the queue and the disk, and log a change."""
         before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
         if self.unavailable_reason not in ("", before):
             logger.error("{}: no clip is begun or accepted", self.unavailable_reason)
@@ -431,7 +431,7 @@ class Dispatcher:
         return is_changed
 
     def _retry_while_unavailable(self, change: Callable[[], _T]) -> _T:
-        """Call a function that uses the queue or the files; retry until they are available.
+        """Call a function that uses the queue or the jobs' files; retry until they are available.
 
         Raises:
             OutputError: The queue or the files are unavailable at the end of the grace period.

@@ -112,7 +112,7 @@ class Engine:
             rank.kill()  # the rank ignores SIGTERM, and Python would wait for it at exit
 
     def cancel(self, job_id: str, *, removes: bool = False) -> bool:
-        """Cancel a job: at once if it is queued; otherwise when the ranks have dropped its clip.
+        """Cancel a job: at once if it is queued; otherwise ask the ranks to drop its clip.
 
         Args:
             job_id: Id of the job.
@@ -153,7 +153,7 @@ class Engine:
         self._observers.append(observer)
 
     def name_of(self, clip: int) -> str:
-        """Return the id of the job of clip number `clip`; `clip N` if the clip is unknown."""
+        """Return the id of the job whose clip has index `clip`; `clip N` if the clip is unknown."""
         return self.dispatcher.job_id_of(clip) or f"clip {clip}"
 
     # --- one pipeline after another, in the engine thread ----------------------------------------
@@ -171,7 +171,7 @@ class Engine:
             logger.opt(exception=error).error("the engine ended: {}", error)
 
     def _prepare_restart(self, error: Exception) -> None:
-        """Requeue the unfinished jobs after an error has ended the ranks; then wait for a while.
+        """Requeue the unfinished jobs after an error has ended the ranks; wait before the restart.
 
         After the wait, `_run` starts the ranks again. With each restart, the wait doubles, up to
         `_MAX_BACK_OFF` seconds. A finished clip resets the wait to `_MIN_BACK_OFF` seconds.
@@ -239,7 +239,7 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the id of the job that a rank worked on when it died.
+        """Return the ids of the jobs to blame for a rank's death: its last job, or all if unknown.
 
         If this job is unknown, return the ids of all jobs that ranks have begun.
         """
@@ -330,7 +330,7 @@ class RankMonitor:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Update the state and the spans of a rank from an event that the rank has reported."""
+        """Update a rank's current action, sample and spans from an event that it reported."""
         with self._lock:
             state = self._ranks[rank]
             match event:
@@ -357,7 +357,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the span of an action; empty if the web page does not show its kind.
+        """Return the time span of a rank's action; empty if the web page does not show its kind.
 
         Args:
             rank: Rank that ran the action.
@@ -378,7 +378,7 @@ class RankMonitor:
         return None if action is None else action.clip
 
     def snapshot(self) -> list[RankSnapshot]:
-        """Return the present work of each rank."""
+        """Return the current action and the latest sample of each rank."""
         with self._lock:
             return [self._snapshot(rank, state) for rank, state in enumerate(self._ranks)]
 
@@ -391,7 +391,7 @@ class RankMonitor:
         return RankSnapshot(rank, state.device, job, kind, step, doing, state.stats)
 
     def spans(self) -> list[RankSpan]:
-        """Return the spans of the last 60 seconds, and the spans of the actions in progress."""
+        """Return the ranks' actions of the last 60 seconds and those in progress, as time spans."""
         oldest, now = time.time() - _SPAN_SECONDS, time.monotonic()
         with self._lock:
             spans = [span for span in self._spans if span.end >= oldest]

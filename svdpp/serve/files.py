@@ -27,7 +27,7 @@ _NAME_CHARACTERS = 60
 
 
 class PrivateFile(FileResponse):
-    """Response with a file that never changes. The client may cache the file for an hour.
+    """HTTP response with a stored file that never changes. The client may cache it for an hour.
 
     A Range header that cannot be parsed is ignored, as RFC 9110 (14.2) demands.
     """
@@ -35,7 +35,7 @@ class PrivateFile(FileResponse):
     def __init__(
         self, path: Path, name: str, sha256: str, changed_at: float, kind: str = ""
     ) -> None:
-        """Create the response with its headers.
+        """Create the HTTP response with a stored file, with its headers for caches and downloads.
 
         Args:
             path: Path of the file.
@@ -88,7 +88,7 @@ class PrivateFile(FileResponse):
         await super().__call__(scope, receive, send)
 
     def _is_cached(self, headers: Headers) -> bool:
-        """Whether the client's cache has the current file, so that status 304 suffices.
+        """Whether a request's headers show that the client has the file cached (status 304).
 
         If-None-Match takes precedence over If-Modified-Since.
         """
@@ -103,7 +103,7 @@ class PrivateFile(FileResponse):
 
 
 def clip_name(job: Job) -> str:
-    """Return the readable file name of a job's clip, such as `chelsea-seed7.mp4`."""
+    """Return the readable file name of a job's clip for downloads, such as `chelsea-seed7.mp4`."""
     if job.prompt:
         words = re.sub(r"[\W_]+", "-", job.prompt[:_NAME_CHARACTERS].lower()).strip("-")
     else:
@@ -112,7 +112,7 @@ def clip_name(job: Job) -> str:
 
 
 def input_name(job: Job, path: Path) -> str:
-    """Return the readable file name of a job's input file.
+    """Return the readable file name of a job's input file for downloads, such as `chelsea.png`.
 
     The image gets the client's name, such as `chelsea.png`. A further input file gets the name of
     its request field, such as `control_video.mp4`. The suffix is found from the first bytes of the
@@ -154,7 +154,7 @@ def _is_not_before(date: str, changed: str) -> bool:
 
 
 def _ranges(text: str, size: int) -> list[str] | None:
-    """Return the ranges in a Range header that a file of `size` bytes can satisfy.
+    """Return those ranges in a Range header that a file of `size` bytes can satisfy.
 
     Returns:
         Ranges such as `0-99`; empty: none can be satisfied. None if the unit is not bytes or the

@@ -66,7 +66,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _WorkRates:
-    """Seconds of work per pixel of a clip, by stage. `step` is the time of one denoising step.
+    """Seconds of work per pixel of a clip, by stage: encode, one denoising step, decode, write.
 
     The pixels of all frames count; see `_volume`.
     """
@@ -130,7 +130,7 @@ class EtaEstimator:
         self._latest: dict[str, Estimate] = {}
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Record the time that an event of a rank reports."""
+        """Record the duration of a step, an action or a file's write from a rank's event."""
         match event:
             case StepDone():
                 self._add("step", event.clip, event.seconds)
@@ -151,7 +151,7 @@ class EtaEstimator:
             self._samples[kind].append(seconds / _volume(job.sampling))
 
     def estimate(self, job_id: str) -> Estimate | None:
-        """Return the estimate for a job; None if it has ended, or another server makes it."""
+        """Return a job's queue position and ETA; None: it has ended, or another server makes it."""
         return self.estimate_all().get(job_id) or self.estimate_all(max_age=0.0).get(job_id)
 
     def remote_eta(self, job: Job) -> float | None:
@@ -163,7 +163,7 @@ class EtaEstimator:
         return None if rates is None else rates.remaining(job.sampling, job.step)
 
     def seconds_until_slot(self) -> float:
-        """Return the estimated seconds until the next clip is finished, and frees a slot.
+        """Return the estimated seconds until the next clip ends and the queue takes another job.
 
         Until this server has timed a denoising step, 5 s are returned.
         """
@@ -171,7 +171,7 @@ class EtaEstimator:
         return min((eta for eta in etas if eta is not None), default=_RETRY_SECONDS)
 
     def estimate_all(self, max_age: float = _MAX_AGE) -> dict[str, Estimate]:
-        """Return the estimate of each waiting job, and of each job of this server, by the job's id.
+        """Return queue position and ETA of each waiting job and each job of this server, by job id.
 
         Args:
             max_age: Maximum age in seconds of the cached estimates that may be returned.
@@ -223,7 +223,7 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the seconds until the first rank is free for another clip.
+        """Return the estimated seconds until the first rank is free for another clip.
 
         Args:
             rates: Seconds of work per pixel.
@@ -235,7 +235,7 @@ class EtaEstimator:
     def _in_start_order(
         self, clips: list[RunningClip], waiting: list[tuple[str, SamplingConfig]]
     ) -> Iterator[tuple[str, SamplingConfig, int]]:
-        """Yield id, parameters and finished steps of jobs, in the order in which they start."""
+        """Yield id, sampling parameters and finished steps of jobs, in the order of their start."""
         for clip in clips:
             yield clip.job.id, clip.job.sampling, clip.progress.steps_done
         # While the ranks prepare the large image of a claimed job, waiting jobs start before this
@@ -246,7 +246,7 @@ class EtaEstimator:
             yield id, sampling, 0
 
     def _rates(self) -> _WorkRates | None:
-        """Return the median seconds per pixel of the latest encodes, steps, decodes and writes.
+        """Return this server's median seconds per pixel of an encode, step, decode and write.
 
         None: no step has been timed yet.
         """
@@ -293,14 +293,14 @@ class Fleet:
         """Thread that renews this server's claims, and at its end requeues the unfinished jobs."""
 
     def servers(self) -> list[dict[str, Any]]:
-        """Return descriptions of the servers: this one first, then the others as last reported.
+        """Return descriptions of the queue's servers: this one, then the others' last reports.
 
         `seen_seconds` in each description is its age in seconds.
         """
         return [self._describe_self(), *self._peers]
 
     def peers_for(self, model_key: str | None, loras: Iterable[Lora] = ()) -> list[dict[str, Any]]:
-        """Return the other live servers that can make clips of a model.
+        """Return the other live servers that can make clips of a model with certain LoRAs.
 
         Args:
             model_key: Key of the model and its weights, as in `Job.model_key`.
@@ -380,7 +380,7 @@ class Fleet:
         dispatcher.wake()
 
     def _check_clock(self) -> None:
-        """Log start and end of a difference between this machine's clock and the queue's."""
+        """Log when this machine's clock and the queue's begin to differ, or agree again."""
         try:
             self._queue.check_clock()
         except ClockError as error:

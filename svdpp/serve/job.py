@@ -46,7 +46,7 @@ class UnreadableJobError(OutputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Requested clip. Times are unix seconds by the queue's clock.
+    """Requested clip and its state. Times are unix seconds by the queue's clock.
 
     Args:
         model: Name of the model that makes the clip, as clients know it.
@@ -125,7 +125,7 @@ class Job:
 
     @property
     def model_key(self) -> str:
-        """Key of the model and its weights.
+        """Key of the job's model and its weights, which a server must have to make the job.
 
         A server only makes jobs with the key of its own model.
         """
@@ -184,12 +184,12 @@ COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
 
 
 def column_of(field_name: str) -> str:
-    """Return the name of the column that stores a field of `Job`."""
+    """Return the name of the database column that stores a field of `Job`."""
     return _COLUMN_NAMES.get(field_name, field_name)
 
 
 def job_to_row(job: Job) -> dict[str, Any]:
-    """Return the values of a job's row, by the name of the column."""
+    """Return the values of a job's database row, by the name of the column."""
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json_column(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
@@ -226,19 +226,19 @@ def job_from_row(row: tuple[Any, ...]) -> Job:
 
 
 def to_json_column(value: dict[str, Any] | list[Any] | None) -> str | None:
-    """Return a dictionary or list as JSON for a column; None stays None."""
+    """Return a dictionary or list as JSON text for a database column; None stays None."""
     return None if value is None else json.dumps(value, default=str)
 
 
 def _from_json_column(text: str | None) -> Any:
-    """Parse the value of a JSON column; NaN and infinity become None."""
+    """Parse the JSON text of a database column; NaN and infinity become None."""
     return None if text is None else json.loads(text, parse_constant=lambda _: None)
 
 
 # results are cached, because most jobs of a queue have the same parameters
 @functools.lru_cache(maxsize=256)
 def parse_sampling(text: str) -> SamplingConfig:
-    """Parse the sampling parameters in the column `sampling`.
+    """Parse a job's sampling parameters from the JSON text of the database column `sampling`.
 
     Args:
         text: JSON text from the column.
@@ -253,7 +253,7 @@ def parse_sampling(text: str) -> SamplingConfig:
 
 @functools.lru_cache(maxsize=256)
 def _loras_of(text: str) -> tuple[Lora, ...]:
-    """Parse the LoRAs in the JSON text of the column `sampling`."""
+    """Parse a job's LoRAs from the JSON text of the database column `sampling`."""
     return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
 
 
@@ -263,7 +263,7 @@ def new_id() -> str:
 
 
 def seed_of(requested: int | None, owner: str, idempotency_key: str | None) -> int:
-    """Return the requested seed, or a 32-bit seed if none was requested.
+    """Return the requested seed; if none, one from the idempotency key, or else a random one.
 
     If the request has an idempotency key, the 32-bit seed is derived from owner and key, so that a
     repeated request gets the same seed. Otherwise the seed is random.
@@ -401,7 +401,7 @@ CREATE INDEX batch_files_owner ON batch_files (owner);
 
 
 def upgrade(version: int, serial: str) -> str:
-    """Return the SQL statements that upgrade the tables of a version to the newest version.
+    """Return the SQL statements that create the queue's tables, or upgrade older ones.
 
     Args:
         version: Present version of the tables; 0: no tables exist.

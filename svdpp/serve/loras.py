@@ -31,16 +31,16 @@ class LoraCatalog:
 
     @property
     def names(self) -> list[str]:
-        """Names of the LoRAs, in alphabetical order."""
+        """Names of the LoRAs that the server offers, in alphabetical order."""
         return sorted(self._hashes)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return name and hash of each LoRA, for the response of `/v1/models`."""
+        """Return name and hash of each LoRA that the server offers, for `/v1/models`."""
         return [{"name": name, "sha256": self._hashes[name]} for name in self.names]
 
     @property
     def hashes(self) -> dict[str, str]:
-        """SHA-256 of the file of each LoRA, by name."""
+        """SHA-256 of the file of each LoRA that the server offers, by name."""
         return dict(self._hashes)
 
     @property
@@ -100,7 +100,7 @@ class LoraCatalog:
 
 
 def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) -> None:
-    """Check that a LoRA's name exists and stands for one file only; see `LoraCatalog.find`."""
+    """Raise an `ApiError` unless a LoRA's name exists and stands for one file only."""
     known = sorted(hashes)
     details = {"field": "loras", "name": name[:60]}
     if name not in hashes:

@@ -132,7 +132,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Count an event of a rank. Only the pipeline's thread calls this."""
+        """Update the ranks' metrics from a rank's event. Only the pipeline's thread calls this."""
         match event:
             case Joined():
                 self._last_end.pop(rank, None)
@@ -165,7 +165,7 @@ class Metrics(Collector):
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
 
     def count_final_job(self, job: Job) -> None:
-        """Count a job that has reached a final state."""
+        """Count an ended job by state; of a completed one, record duration and error of the ETA."""
         self._counters["clips"].labels(job.state).inc()
         if job.state is not JobState.COMPLETED or job.finished_at is None:
             return
@@ -179,7 +179,7 @@ class Metrics(Collector):
             self._eta_errors.append(ratio)
 
     def count_cancelled(self, number: int) -> None:
-        """Count waiting jobs of a batch that were cancelled together.
+        """Count waiting jobs of a batch that were cancelled together as cancelled clips.
 
         Args:
             number: Number of cancelled jobs.
@@ -187,7 +187,7 @@ class Metrics(Collector):
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:
-        """Count a finished verification of a clip, by its result."""
+        """Count a finished verification of a clip, by its result; remember whether any differed."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
@@ -213,7 +213,7 @@ class Metrics(Collector):
         return {"clips": len(ratios), "median": median}
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield the metrics that are computed at each scrape."""
+        """Yield the metrics that are computed at each scrape: jobs, queue age, servers, ranks."""
         engine, jobs, oldest = self._engine, self._queue.counts(), self._queue.oldest_waiting()
         num_ranks = engine.config.world_size if engine.state == "ready" else 0
         age = 0.0 if oldest is None else max(0.0, self._queue.now() - oldest)

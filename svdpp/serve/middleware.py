@@ -90,7 +90,7 @@ class AuthMiddleware:
     """Number of uploads of batches' lines in progress, by the owner's name."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request, and log it."""
+        """Authenticate one request, limit its body, forward it to the application, and log it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -124,7 +124,7 @@ class AuthMiddleware:
                 scope["route"] = forwarded_scope.get("route")
 
     def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
-        """Count an upload of an owner as in progress until the stack `upload` is closed.
+        """Count an owner's upload until the stack `upload` is closed; raise if there are too many.
 
         Raises:
             ApiError: Too many uploads are in progress.
@@ -144,7 +144,7 @@ class AuthMiddleware:
         upload.callback(uploads.subtract, [owner])
 
     def _authenticate(self, path: str, headers: Headers) -> Owner:
-        """Return the owner of the request's API key; an unnamed owner if no key is needed.
+        """Return the owner of a request's API key; raise an `ApiError` if the key is not valid.
 
         Raises:
             ApiError: The key is missing or unknown. Or the server has no keys, and the request has
@@ -165,7 +165,7 @@ class AuthMiddleware:
         return owner
 
     def _body_limit(self, headers: Headers, upload_path: str) -> tuple[int, str]:
-        """Return the maximum size of the body in bytes, and a hint for clients that exceed it.
+        """Return the maximum bytes of a request's body, and a hint for clients that exceed it.
 
         Args:
             headers: Headers of the request.
@@ -229,7 +229,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request's headers to the response's headers, or to now before these."""
+        """Seconds from a request's headers to its response's headers; to now if none were sent."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 
@@ -280,7 +280,7 @@ def _content_too_large(limit: int, hint: str) -> ApiError:
 
 
 def _check_host(headers: Headers) -> None:
-    """Reject requests to a host that is not a loopback host, and requests from other origins.
+    """Reject a request to a host that is not a loopback host, or from a web page of another origin.
 
     This protects a server without API keys against web pages in the user's browser. A page could
     otherwise reach the server by DNS rebinding, or by submitting a form, which browsers allow

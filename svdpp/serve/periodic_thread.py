@@ -15,7 +15,7 @@ _RETRY_SECONDS = 1.0
 
 
 class PeriodicThread:
-    """Thread that calls `run` every `interval_seconds`, or at once after `wake`.
+    """Background thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
     After `close`, the thread calls `on_close` once and ends. It also ends when the queue is closed.
     If `run` fails several times in a row, only the first failure is logged. BackendUnavailableError
@@ -48,15 +48,15 @@ class PeriodicThread:
         """Whether `close` was called, so that a long `run` should end soon."""
 
     def start(self) -> None:
-        """Start the thread, which calls `run` at once."""
+        """Start the background thread, which calls `run` at once."""
         self._worker.start()
 
     def wake(self) -> None:
-        """Make the thread call `run` at once, or again as soon as a running call has ended."""
+        """Make the background thread call `run` at once, or again once a running call has ended."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """Ask the thread to end, and wait until it has ended. Do nothing if it was never started.
+        """Make the background thread end, and wait until it has ended, if it was started.
 
         Args:
             timeout: Maximum seconds to wait; None: no limit.

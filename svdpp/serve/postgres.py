@@ -143,7 +143,7 @@ class PostgresBackend:
             raise
 
     def close(self) -> None:
-        """Close the connections. A second call does nothing."""
+        """Close the queue's connections to PostgreSQL. A second call does nothing."""
         self._is_closed = True
         for use, lock in self._locks.items():
             with lock:
@@ -173,7 +173,7 @@ class PostgresBackend:
                 raise
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query.
+        """Return the rows of a query to the PostgreSQL database.
 
         Queries have a separate connection, so that they do not wait for transactions.
 
@@ -184,7 +184,7 @@ class PostgresBackend:
             return self._execute_reconnecting("read", query, values).fetchall()
 
     def check(self) -> None:
-        """Check that the database responds and takes changes.
+        """Raise an error unless the PostgreSQL database responds and takes changes.
 
         Raises:
             BackendUnavailableError: The database does not respond, or takes no changes.
@@ -209,7 +209,7 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
-        """Hold an advisory lock during the `with` block. If the connection ends, so does the lock.
+        """Take a PostgreSQL advisory lock for the `with` block; yield whether this server has it.
 
         Args:
             name: Name of the lock.
@@ -231,7 +231,7 @@ class PostgresBackend:
                     self.fetch_all(f"SELECT pg_advisory_unlock({key})", name)
 
     def listen(self, seconds: float) -> list[str]:
-        """Wait for a notification from a server, and return the payloads of all that arrived.
+        """Wait for notifications that servers send through the queue; return their payloads.
 
         Args:
             seconds: Maximum seconds to wait. If no notification arrives, the list is empty.
@@ -245,7 +245,7 @@ class PostgresBackend:
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Open the queue, or create a new one: its tables, and its id in the store."""
+        """Open the queue in PostgreSQL, or create it: its tables, and its id in the store."""
         ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
@@ -273,7 +273,7 @@ class PostgresBackend:
         self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Check that folder and store belong to the queue, or are empty if the queue is new."""
+        """Raise unless folder and store belong to the queue, or are empty if the queue is new."""
         store = self._store
         if adopts:
             return
@@ -300,7 +300,7 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Lock a connection during the `with` block, and translate the database's errors.
+        """Lock the connection for `use` during the `with` block, and translate PostgreSQL's errors.
 
         Args:
             use: Purpose of the connection: `write`, `read` or `listen`.
@@ -316,7 +316,7 @@ class PostgresBackend:
     def _execute_reconnecting(
         self, use: str, query: str, values: Sequence[Any] = ()
     ) -> psycopg.Cursor[Any]:
-        """Run a statement; if the connection has ended, run it again on a new connection.
+        """Run an SQL statement; if the connection has ended, run it again on a new connection.
 
         The statement must have the same effect if it runs twice.
         """
@@ -331,7 +331,7 @@ class PostgresBackend:
         return self._connect(use).execute(query, values)
 
     def _connect(self, use: str, *statements: str) -> PostgresConnection:
-        """Open a connection, run statements on it, and return it."""
+        """Open a PostgreSQL connection for `use`, run statements on it, and return it."""
         if self._is_closed or time.monotonic() < self._retry_at:
             raise psycopg.OperationalError(self._unavailable_reason)
         try:
@@ -349,7 +349,7 @@ class PostgresBackend:
         return connection
 
     def _back_off(self, reason: str) -> None:
-        """Make calls fail without a new attempt to connect, for the next `_RETRY_SECONDS`."""
+        """Let calls fail for `_RETRY_SECONDS` without an attempt to connect to PostgreSQL."""
         self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 
@@ -382,7 +382,7 @@ class PostgresBackend:
 
 
 class PostgresConnection:
-    """Connection that translates SQL written for SQLite, and gives each statement a deadline."""
+    """PostgreSQL connection that translates SQLite's SQL, and gives each statement a deadline."""
 
     def __init__(self, url: str, watchdog: _Watchdog) -> None:
         self.raw = psycopg.connect(url, autocommit=True, **_NETWORK)
@@ -396,7 +396,7 @@ class PostgresConnection:
             raise
 
     def execute(self, query: str, values: Sequence[Any] = (), /) -> psycopg.Cursor[Any]:
-        """Run a statement.
+        """Run an SQL statement written for SQLite on PostgreSQL, with a deadline for the response.
 
         Args:
             query: Statement with a `?` for each value.
@@ -417,7 +417,7 @@ class PostgresConnection:
             del self._watchdog.deadlines[self]
 
     def give_up(self) -> None:
-        """Shut the socket down, so that libpq stops waiting for a response."""
+        """Shut the connection's socket down, so that libpq stops waiting for a response."""
         self.is_overdue = True
         # These errors are raised if the connection has already ended.
         with contextlib.suppress(OSError, psycopg.Error):
@@ -427,7 +427,7 @@ class PostgresConnection:
 
 
 class _Watchdog:
-    """Thread that ends connections whose statements get no response in time."""
+    """Thread that ends PostgreSQL connections whose statements get no response in time."""
 
     def __init__(self) -> None:
         self.deadlines: dict[PostgresConnection, float] = {}

@@ -138,7 +138,7 @@ class JobQueue(JobQueries):
         return PostgresBackend(url, self.store, adopts=adopts)
 
     def _check_rows(self) -> None:
-        """Check that the folder has no clips if the queue has no jobs.
+        """Raise a `RequestError` if the folder has clips, but the queue has lost its jobs.
 
         Clips without jobs show that the rows were lost, for example with SQLite's log.
 
@@ -157,7 +157,7 @@ class JobQueue(JobQueries):
             )
 
     def close(self) -> None:
-        """Close the database. A second call does nothing."""
+        """Close the queue's database. A second call does nothing."""
         self.backend.close()
 
     @property
@@ -180,7 +180,7 @@ class JobQueue(JobQueries):
         return self.backend.now()
 
     def check_clock(self) -> None:
-        """Check that this machine's clock agrees with the queue's.
+        """Raise a `ClockError` unless this machine's clock agrees with the queue's.
 
         Raises:
             ClockError: The clocks differ. Until they agree again, ages are unknown, and nothing may
@@ -415,11 +415,11 @@ class JobQueue(JobQueries):
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA that the client gets, in seconds; return whether the job exists."""
+        """Store the ETA that a job's client gets, in seconds; return whether the job exists."""
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:
-        """Return the next job whose webhook is due; None if no webhook is due.
+        """Claim the next webhook that is due, and return its job; None if no webhook is due.
 
         Jobs that only a newer svdpp can read are skipped, and their rows do not change.
 
@@ -441,7 +441,7 @@ class JobQueue(JobQueries):
         return None
 
     def set_callback(self, job: Job, seconds: float | None, error: str | None) -> bool:
-        """Store the outcome of an attempt to send a webhook.
+        """Store the outcome of an attempt to send a job's webhook.
 
         Args:
             job: Job as `claim_callback` returned it.
@@ -486,7 +486,7 @@ class JobQueue(JobQueries):
     def _update(
         self, id: str, states: Iterable[JobState], token: int | None = None, **values: Any
     ) -> bool:
-        """Set columns of a job's row; return whether the row was changed.
+        """Set columns of a job's row if it has one of `states`; return whether the row was changed.
 
         Args:
             id: Id of the job.
@@ -530,7 +530,7 @@ class JobQueue(JobQueries):
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
-        """Requeue the jobs of all claims, and remove this server from the list of servers."""
+        """Requeue all jobs that this server has claimed, and remove it from the list of servers."""
         # The claims are read from the database. `_claims` may lack one: if the connection fails
         # during a claim, the database may have stored it, although this server got no response.
         for job in self.claimed():
@@ -555,7 +555,7 @@ class JobQueue(JobQueries):
 
 
 def _check_same_request(existing: Job, job: Job) -> Job:
-    """Return an existing job with the same idempotency key, after a check that it equals `job`.
+    """Return a job with the same idempotency key; raise a `RequestError` unless it equals `job`.
 
     Raises:
         RequestError: The jobs differ, for example in their seeds.

@@ -65,7 +65,7 @@ class JobQueries:
             self._unreadable.append(id)
 
     def _read(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Job]:
-        """Yield the jobs of the rows that this svdpp can read."""
+        """Yield the jobs of database rows; skip rows that only a newer svdpp can read."""
         for row in rows:
             try:
                 yield job_from_row(row)
@@ -116,7 +116,7 @@ class JobQueries:
         states: Sequence[JobState] = (),
         batch_id: str | None = None,
     ) -> list[Job]:
-        """Return jobs of an owner, ordered by the time of request. Removed jobs are left out.
+        """Return a page of an owner's jobs, ordered by the time of request, without removed jobs.
 
         Args:
             owner: Owner of the jobs.
@@ -171,7 +171,7 @@ class JobQueries:
         return waiting
 
     def running(self) -> list[Job]:
-        """Return the jobs in progress, in the order of their claims."""
+        """Return the jobs in progress on all servers, in the order of their claims."""
         return self._jobs("WHERE state = 'in_progress' ORDER BY started_at, turn, seq")
 
     def claimed(self) -> list[Job]:

@@ -34,7 +34,7 @@ def state_in(states: Iterable[JobState]) -> str:
 
 
 def placeholders(values: Iterable[Any]) -> str:
-    """Return a question mark for each value, such as `?, ?`, for a list in a statement."""
+    """Return a question mark for each value, such as `?, ?`, for a list in an SQL statement."""
     return ", ".join("?" for _ in values)
 
 

@@ -31,7 +31,7 @@ class RequestFiles:
         self._store = store
 
     def check(self, request: VideoRequest, job: Job, decoded: DecodedImages) -> None:
-        """Check that the files of a request can be decoded.
+        """Raise an `InputError` unless the images and videos of a request can be decoded.
 
         Args:
             request: Request of a clip.
@@ -49,7 +49,7 @@ class RequestFiles:
 
     @contextlib.contextmanager
     def _errors_of(self, field_name: str) -> Iterator[None]:
-        """Add the field's name to an InputError that the `with` block raises.
+        """Add the name of a request field to an `InputError` that the `with` block raises.
 
         Args:
             field_name: Name of the file, as in `VideoRequest.files`.
@@ -70,7 +70,7 @@ class RequestFiles:
         uploads: ExitStack,
         decoded: DecodedImages | None = None,
     ) -> dict[str, Any]:
-        """Store the files of a request, and return the fields of the job that describe the files.
+        """Store the images and videos of a request; return the job's fields that describe them.
 
         Args:
             request: Request of a clip.

@@ -73,7 +73,7 @@ _IMAGE_NAMES = AliasChoices(IMAGE_FIELD, "image_reference", f"{IMAGE_FIELD}[imag
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse a JSON text in which no object repeats a key.
+    """Parse the JSON text of a request; raise an `ApiError` if an object repeats a key.
 
     Raises:
         ValueError: The text is not JSON.
@@ -86,7 +86,7 @@ def parse_json(text: bytes) -> Any:
 
 
 def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return (name, value) pairs as a dict, after a check that no name is repeated.
+    """Return a request's fields as a dict; raise an `ApiError` if a field is repeated.
 
     Args:
         items: Names and values of a form, in the order in which they were sent.
@@ -104,7 +104,7 @@ def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse_upload(value: Any) -> Any:
-    """Return the upload as a file. Text in base64 or as a data URL is decoded.
+    """Return the upload in a request's field as a file; decode text in base64 or a data URL.
 
     Args:
         value: File, text, or an object that OpenAI's clients send: `{"image_url": ...}` or
@@ -165,12 +165,12 @@ _REFERENCE_NAMES = frozenset(reference_names(MAX_REFERENCES))
 
 
 def field_of(file_name: str) -> str:
-    """Return the request field of a file, given the file's name in `VideoRequest.files`."""
+    """Return the request field that a file belongs to, given its name in `VideoRequest.files`."""
     return REFERENCES if file_name in _REFERENCE_NAMES else file_name
 
 
 def _listed(value: Any) -> Any:
-    """Return the uploads as a list. Forms and some clients send a single upload without a list."""
+    """Return the uploads in a request's field as a list, also if a client sent a single upload."""
     return value if value is None or isinstance(value, list) else [value]
 
 
@@ -186,7 +186,7 @@ class VideoRequest(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_empty(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """Remove the empty fields that browsers send; combine `width` and `height` into `size`."""
+        """Drop a request's empty fields, and combine `width` and `height` into `size`."""
         named = {name: value for name, value in fields.items() if value != ""}
         if named.keys() & {"width", "height"} and "size" not in named:
             named["size"] = f"{named.pop('width', '')}x{named.pop('height', '')}"
@@ -233,12 +233,12 @@ class VideoRequest(BaseModel):
     ] = None
 
     def value(self, name: str) -> Any:
-        """Return the value of a field; None if the request or the schema lacks the field."""
+        """Return the value of a request's field; None if the request or the schema lacks it."""
         return getattr(self, name, None)
 
     @property
     def files(self) -> dict[str, UploadFile]:
-        """Uploaded files by the name of the field; references as `reference_1` and so on."""
+        """Uploaded files of a request by field; references as `reference_1` and so on."""
         files = {name: value for name, value in self if hasattr(value, "filename")}
         references = self.value(REFERENCES) or []
         return files | dict(zip(reference_names(len(references)), references, strict=True))
@@ -329,7 +329,7 @@ def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
 
 
 def _param_field(param: Param, highest: float) -> Any:
-    """Return type and pydantic field of a sampling parameter.
+    """Return type and pydantic field of a request for a sampling parameter.
 
     Requests may use svdpp's name of the parameter, or diffusers' name, which vLLM-Omni uses, too.
 
@@ -374,7 +374,7 @@ class Capabilities:
 
     @classmethod
     def of(cls, model: str, checkpoint: Checkpoint | None, **settings: Any) -> Self:
-        """Return the capabilities of a checkpoint.
+        """Return the capabilities of a server that runs a checkpoint.
 
         Args:
             model: Name of the model. For a local checkpoint, its folder's name is used instead.
@@ -447,7 +447,7 @@ class Capabilities:
         )
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
-        """Return the model for `/v1/models`: inputs, fields, defaults and limits of requests.
+        """Return the server's model for `/v1/models`: inputs, fields, defaults, limits of requests.
 
         Args:
             limits: Further limits, by name.
@@ -486,7 +486,7 @@ class Capabilities:
         }
 
     def check_model(self, id: str | None) -> None:
-        """Check that a request is for the server's model.
+        """Raise an `ApiError` unless a request is for the server's model.
 
         Raises:
             ApiError: The request names another model.
@@ -496,7 +496,7 @@ class Capabilities:
             raise ApiError(404, "model_not_found", text, field="model", model=self.model)
 
     def validate(self, fields: Mapping[str, Any]) -> VideoRequest:
-        """Validate the fields of a request.
+        """Parse a request's fields; raise an `ApiError` if one is unknown, missing or invalid.
 
         Args:
             fields: Values of a form or of a JSON object, by the name of the field.
@@ -521,7 +521,7 @@ class Capabilities:
             raise invalid_request(errors, hint) from None
 
     def sampling_of(self, request: VideoRequest) -> SamplingConfig:
-        """Return the sampling parameters of a requested clip.
+        """Return the sampling parameters of a requested clip: the request's, or else the defaults.
 
         Raises:
             ApiError: The server does not make such clips.

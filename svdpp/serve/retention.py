@@ -39,7 +39,7 @@ FileSnapshot = set[tuple[str, tuple[int, float]]]
 def enforce_retention(
     queue: JobQueue, now: float, max_age_seconds: float | None, max_bytes: int | None
 ) -> list[str]:
-    """Remove jobs in final states that exceed the limits, oldest first; return the removed ids.
+    """Remove ended jobs that exceed the limits on age and bytes, oldest first; return their ids.
 
     A clip that a server is verifying now stays until a later call. A clip whose verification was
     requested but has not begun is removed, because the verification may never begin.
@@ -96,7 +96,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
 
 
 def bytes_by_job(queue: JobQueue) -> Counter[str]:
-    """Return the bytes of each job's files, by the id of the job."""
+    """Return the total bytes of each job's files, by the id of the job."""
     sizes, ids = Counter[str](), queue.clips()
     for name, (num_bytes, _) in queue.store.files().items():
         if (found := VIDEO_ID.search(name)) and found[0] in ids:
@@ -107,7 +107,7 @@ def bytes_by_job(queue: JobQueue) -> Counter[str]:
 def remove_orphans(
     queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
 ) -> FileSnapshot:
-    """Remove files that no job needs, if the previous search already found the same files.
+    """Remove files in folder and store that no job needs, and that the last call found already.
 
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since
@@ -170,7 +170,7 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a file. Latent checkpoints newer than `oldest` count as needed."""
+    """Whether no job needs a stored file; a latent checkpoint newer than `oldest` is needed."""
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):

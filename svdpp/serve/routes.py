@@ -53,7 +53,7 @@ async def _service(request: Request) -> Service:
 
 
 async def _owner(request: Request) -> Owner:
-    """Return the owner of the request's key, which `AuthMiddleware` has checked."""
+    """Return the owner of the request's API key, which `AuthMiddleware` has checked."""
     owner: Owner = request.scope["state"]["owner"]
     return owner
 
@@ -123,7 +123,7 @@ def create_routes(request_model: type[VideoRequest]) -> APIRouter:
 
 
 def _request_body(request_model: type[VideoRequest]) -> dict[str, Any]:
-    """Return the OpenAPI schema of a request's body: a form, or JSON with files as text."""
+    """Return the OpenAPI schema of a video request's body: a form, or JSON with files as text."""
     form = request_model.model_json_schema()
     text = {"type": "string", "contentEncoding": "base64"}
     videos = (name for kind in SAMPLING_CLASSES.values() for name in kind.videos)
@@ -181,7 +181,7 @@ def _malformed_body(code: str, reason: str) -> ApiError:
 
 
 def _form_fields(form: FormData) -> dict[str, Any]:
-    """Return the values of a form's fields.
+    """Return the fields of a form that requests a video; raise an `ApiError` if one is repeated.
 
     Raises:
         ApiError: A field is sent more than once. This is allowed only for references.
@@ -209,7 +209,7 @@ def _create(service: Service, body: bytes | FormData, owner: Owner, key: str | N
 
 
 async def _wait_until_final(request: Request, service: Service, id: str, owner: Owner) -> None:
-    """Wait until the video has ended, the client has disconnected, or the server is closing."""
+    """Wait until a video has ended, its client has disconnected, or the server is closing."""
     with service.subscribers.subscribe(owner.name):
         while not (service.subscribers.is_closed or await request.is_disconnected()):
             with suppress(OutputError):  # if the queue is unavailable, it is queried again later
@@ -296,7 +296,7 @@ def get_archive(
 
 
 def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[str]:
-    """Return the ids of the clips for an archive.
+    """Return the ids of the clips for an archive: the requested ones, or all that are completed.
 
     Args:
         service: Service of the server.
@@ -323,7 +323,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of an archive. Meanwhile, the archive counts as an open stream.
+    """Yield the bytes of a zip of clips. Meanwhile, it counts as an open stream of its owner.
 
     Args:
         service: Service of the server.
@@ -375,7 +375,7 @@ def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Respon
 
 
 def _fetch_file(service: Service, path: Path | None, code: str) -> Path:
-    """Return the path of a video's file, which is fetched from the store if necessary.
+    """Return the path of a video's file, fetched from the store if necessary; raise if missing.
 
     Raises:
         ApiError: The file does not exist: status 404, with `code`.
@@ -427,7 +427,7 @@ def verify_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _check_streams(service: Service, owner: Owner) -> None:
-    """Check that an owner may open one more event stream or archive.
+    """Raise an `ApiError` if too many event streams and archives are open, of an owner or in all.
 
     Raises:
         ApiError: `MAX_STREAMS` or `MAX_STREAMS_OF_KEY` is reached.
@@ -451,7 +451,7 @@ class _Events(EventSourceResponse):
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """Check that a client may follow a job, and return the job's id.
+    """Return the id of a job that a client may follow; raise if it is missing or has ended.
 
     FastAPI calls this function as a dependency of the route, so that errors are raised before the
     stream begins.

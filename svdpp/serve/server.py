@@ -60,7 +60,7 @@ _SWITCH_SECONDS = 0.0005
 
 
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
-    """Resolve a configuration, and check that the ranks can start with it.
+    """Resolve a server's configuration, and raise an error unless the ranks can start with it.
 
     Args:
         config: Configuration of the pipeline.
@@ -79,7 +79,7 @@ def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) 
 
 
 def build(settings: ServerSettings, keys: Keys | None) -> tuple[ASGIApp, Service]:
-    """Create the application and its service. No thread or rank is started.
+    """Create the server's HTTP application and its service. No thread or rank is started.
 
     Args:
         settings: Settings of the server. Their `config` comes from `check_config`.
@@ -167,7 +167,7 @@ class Server:
             self._threads.append(PeriodicThread("store", publish, 1.0, error_message=error_message))
 
     def run(self) -> None:
-        """Serve until a signal arrives or the engine fails.
+        """Serve HTTP requests until a signal arrives or the engine fails.
 
         Raises:
             Exception: Error that ended the engine.
@@ -228,7 +228,7 @@ class Server:
             self._http.should_exit = True
 
     def _report_ready(self) -> None:
-        """Call `on_ready`. Its errors, such as a full disk under stderr, do not stop the server."""
+        """Call `on_ready` once the ranks are ready. Its errors do not stop the server."""
         try:
             self._on_ready()
         except Exception as error:

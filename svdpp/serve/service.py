@@ -162,7 +162,7 @@ class Service:
     # --- requests that create or change jobs ----------------------------------------------------
 
     def check_accepts_jobs(self, *, has_limit: bool) -> None:
-        """Check that the server accepts new jobs: it runs, and its disk is not full.
+        """Raise an error unless the server accepts new jobs: it runs, and its disk is not full.
 
         Args:
             has_limit: Whether to also check that the queue is not full.
@@ -205,7 +205,7 @@ class Service:
         return "the queue is full" if is_full else None
 
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
-        """Check a request, and store its image and its job durably.
+        """Check a request for a clip, and store its files and its job durably; return the video.
 
         The ETA in the response is stored, too, and compared with the actual time when the clip is
         completed.
@@ -252,7 +252,7 @@ class Service:
         seed_key: str | None,
         loras: Mapping[str, str] | None = None,
     ) -> Job:
-        """Check a request without its files, and return a job for it.
+        """Check the fields of a request, not its files' contents, and return a job for it.
 
         Args:
             request: Request of a clip.
@@ -308,7 +308,7 @@ class Service:
         )
 
     def _find_stored(self, job: Job) -> Job | None:
-        """Return the stored job; None if the queue lacks the job or does not answer."""
+        """Return a new job as stored in the queue; None: the queue lacks it or does not answer."""
         with contextlib.suppress(OutputError):
             return self.queue.get(job.id)
         return None
@@ -344,7 +344,7 @@ class Service:
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
     def remove_orphans(self) -> None:
-        """Remove files that no job needs now, and that no job needed at the previous call."""
+        """Remove files that no job needs, and that no job needed at the previous call."""
         in_use = [clip.job.id for clip in self.engine.dispatcher.clips()]
         in_use += [self.verifier.running] if self.verifier.running else []
         self._orphans = remove_orphans(self.queue, self._orphans, in_use)
@@ -409,7 +409,7 @@ class Service:
     # --- jobs as clients see them ---------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
-        """Return the job with an id. A job of another owner looks like a missing one.
+        """Return an owner's job with an id; raise an `ApiError`, also for another owner's job.
 
         Raises:
             ApiError: The owner has no such job, or only a newer svdpp can read it.
@@ -509,7 +509,7 @@ class Service:
         return list(islice(views, limit))
 
     def completed(self, id: str, owner: Owner) -> Job:
-        """Return the completed job with an id.
+        """Return an owner's completed job with an id, or raise an `ApiError`.
 
         Raises:
             ApiError: The owner has no such job, or the job is not completed.

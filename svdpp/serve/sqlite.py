@@ -77,7 +77,7 @@ class StorageUnavailableError(BackendUnavailableError):
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
-    """Check that a data folder without a queue has no other files.
+    """Raise a `RequestError` if a data folder without a queue has other files.
 
     Args:
         folder: Data folder, which need not exist.
@@ -103,7 +103,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
 
 
 def disk_space(folder: Path) -> tuple[int, int]:
-    """Return the free bytes of a folder's disk, and the free bytes below which it is almost full.
+    """Return the free bytes of a folder's disk, and the limit below which it counts as full.
 
     Raises:
         OSError: The folder or its disk is gone.
@@ -160,7 +160,7 @@ class SqliteBackend:
             self._opened = opened.pop_all()
 
     def close(self) -> None:
-        """Close the file and release the folder. A second call does nothing."""
+        """Close the SQLite file and release the data folder. A second call does nothing."""
         with self._writing, self._reading:
             self._is_closed = True
             self._opened.close()
@@ -192,7 +192,7 @@ class SqliteBackend:
                     self._writer.execute("ROLLBACK")
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query. A running transaction does not delay the query.
+        """Return the rows of a query to the SQLite file. A running transaction does not delay it.
 
         Raises:
             OutputError: The file cannot be used.
@@ -201,7 +201,7 @@ class SqliteBackend:
             return self._reader.execute(query, values).fetchall()
 
     def check(self) -> None:
-        """Check that the file takes changes.
+        """Raise an `OutputError` unless the SQLite file takes changes.
 
         Raises:
             OutputError: The file takes no changes, or another program holds its locks.
@@ -218,16 +218,16 @@ class SqliteBackend:
         return self._clock.skew()
 
     def maintain(self) -> None:
-        """Write the log back into the file, so that a copy of the file alone is almost complete."""
+        """Write SQLite's log back into its file, so that a copy of the file is almost complete."""
         with self._writing, self._errors():
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
     def lock(self, name: str) -> AbstractContextManager[bool]:  # noqa: ARG002
-        """Yield True, because no other server uses the database and could hold the lock."""
+        """Yield True in place of a lock, because no other server uses the SQLite database."""
         return contextlib.nullcontext(True)
 
     def listen(self, seconds: float) -> list[str]:  # noqa: ARG002
-        """Return an empty list at once, because there is no other server to send notifications.
+        """Return no notifications at once, because no other server uses the SQLite database.
 
         Args:
             seconds: Longest time to wait in seconds, which is ignored.
@@ -236,7 +236,7 @@ class SqliteBackend:
 
     @property
     def is_there(self) -> bool:
-        """Whether the file is still in its place. SQLite itself does not notice a removed file."""
+        """Whether the SQLite file is still in its place; SQLite does not notice a removed file."""
         return self._on_disk() == self._opened_as
 
     def _keep_reserve(self) -> None:
@@ -252,7 +252,7 @@ class SqliteBackend:
                 output_files.remove(reserve)
 
     def _on_disk(self) -> list[int]:
-        """Return the inodes of the queue and of its log; empty if one is missing."""
+        """Return the inodes of the SQLite file and of its log; empty if one is missing."""
         with contextlib.suppress(OSError):
             return [os.stat(f"{self._path}{end}").st_ino for end in ("", "-wal")]
         return []
@@ -294,7 +294,7 @@ class SqliteBackend:
 
 @contextlib.contextmanager
 def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
-    """Hold a lock in the `with` block; raise SQLITE_BUSY if other threads keep it too long."""
+    """Hold a thread lock in the `with` block; raise SQLITE_BUSY if others keep it too long."""
     if not lock.acquire(timeout=seconds):
         error = sqlite3.OperationalError("other threads have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY
@@ -306,7 +306,7 @@ def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """Create missing tables in one transaction; refuse a database of another program."""
+    """Create or upgrade the queue's tables in SQLite; refuse a database of another program."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if not version and connection.execute("SELECT 1 FROM sqlite_master").fetchone():
         raise RequestError(

@@ -1,4 +1,4 @@
-"""Files of the jobs, in a folder or in a bucket.
+"""Store of the jobs' files, in a folder or in a bucket.
 
 Servers that do not share a folder share a bucket, called the store. Each server then works in a
 data folder of its own. An object in the store has the same name as its file in the data folder. An
@@ -59,7 +59,7 @@ _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Files of the jobs, in a folder. If servers share a store, the folder only has copies.
+    """Store of the jobs' files: a folder, or a bucket that servers share, with copies in a folder.
 
     Any thread may call any method. After a failure of the store, methods that need the store raise
     StorageUnavailableError at once, until `probe` finds that the store answers again.
@@ -85,7 +85,7 @@ class FileStore:
             self._filesystem, self._root = _open(url)
 
     def put(self, path: Path) -> None:
-        """Copy a file from the folder to the store, completely or not at all.
+        """Copy a job's file from the folder to the store, completely or not at all.
 
         A missing file is ignored.
 
@@ -105,7 +105,7 @@ class FileStore:
                 raise self._unavailable(output_files.error_reason(error)) from error
 
     def fetch(self, path: Path) -> None:
-        """Copy a file from the store if the folder lacks it; do nothing if the store lacks it too.
+        """Copy a job's file from the store to the folder, if only the store has it.
 
         Raises:
             StorageUnavailableError: The store does not answer, or the folder does not belong to the
@@ -130,7 +130,7 @@ class FileStore:
             temporary.unlink(missing_ok=True)
 
     def evict(self, path: Path, unused_since: float) -> None:
-        """Remove a file from the folder, not from the store.
+        """Remove the folder's copy of a job's file, not the file in the store.
 
         Args:
             path: Path of the file.
@@ -141,7 +141,7 @@ class FileStore:
                 path.unlink()
 
     def remove(self, path: Path) -> None:
-        """Remove a file, if it exists, from the folder and the store.
+        """Remove a job's file, if it exists, from the folder and the store.
 
         Raises:
             StorageUnavailableError: The store does not answer, or the folder does not belong to the
@@ -216,11 +216,11 @@ class FileStore:
         return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 
     def errors(self) -> AbstractContextManager[None]:
-        """Translate disk errors in the `with` block to an OutputError about the folder."""
+        """Translate disk errors in the `with` block to an `OutputError` about the data folder."""
         return output_files.disk_errors(f"cannot read or write the files in {str(self.folder)!r}")
 
     def read_queue_id(self) -> str:
-        """Return the id of the queue that the files belong to; empty if no id is stored.
+        """Return the id of the queue that the store's files belong to; empty if none is stored.
 
         Raises:
             StorageUnavailableError: The store does not answer.
@@ -235,7 +235,7 @@ class FileStore:
         return ""
 
     def write_queue_id(self, queue_id: str) -> None:
-        """Store the id of the queue that the files belong to, beside the files.
+        """Write the id of the queue to the store, beside the jobs' files that belong to it.
 
         Raises:
             OutputError: The id cannot be written.
@@ -259,7 +259,7 @@ class FileStore:
 
     @property
     def is_mounted(self) -> bool:
-        """Whether the folder belongs to the queue, and is not the empty mount point of a disk."""
+        """Whether the data folder belongs to the queue, and is not a disk's empty mount point."""
         if self.is_remote:
             return self.folder.exists()
         return self._has_queue_file() and self._queue_id in ("", self.read_queue_id())
@@ -274,7 +274,7 @@ class FileStore:
         return free < low
 
     def check(self) -> None:
-        """Check that the files of the queue can be reached.
+        """Raise a `StorageUnavailableError` if the jobs' files cannot be reached.
 
         Raises:
             StorageUnavailableError: The store did not answer the last call, or the folder is not
@@ -289,7 +289,7 @@ class FileStore:
             )
 
     def probe(self) -> None:
-        """Check that the store answers. For 10 s after a successful check, do nothing.
+        """Raise an error unless the store answers. For 10 s after a success, do nothing.
 
         Raises:
             StorageUnavailableError: The store does not answer, or lacks the id of the queue.
@@ -307,7 +307,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the store in the `with` block.
+        """Translate errors of the jobs' store in the `with` block to errors of svdpp.
 
         After an error of the store, other calls than probes fail at once, until a probe succeeds.
 
@@ -337,7 +337,7 @@ class FileStore:
         )
 
     def _object_path(self, path: Path) -> str:
-        """Return the path in the store for a file or a folder of the data folder."""
+        """Return the path in the bucket for a file or a folder of the data folder."""
         name = path.absolute().relative_to(self.folder).as_posix()
         return self._root if name == "." else f"{self._root}/{name}"
 
@@ -358,6 +358,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 
 def _object_time(info: Mapping[str, Any]) -> float:
-    """Return the unix time of an object's last change; infinity if the backend has no such time."""
+    """Return the unix time of a stored object's last change; infinity if it is not known."""
     put_at = info.get("LastModified")
     return float(put_at.timestamp()) if put_at else math.inf

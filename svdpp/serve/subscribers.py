@@ -16,7 +16,7 @@ _LOOKS_PER_SECOND = 200
 
 @dataclass
 class SubscriberCounts:
-    """Clients that follow jobs. The request of each client queries the state of its job repeatedly.
+    """Number of clients that follow jobs, and a limit on how often they query the queue.
 
     Open archives are counted as clients, too.
     """
@@ -28,7 +28,7 @@ class SubscriberCounts:
 
     @property
     def total(self) -> int:
-        """Number of clients that follow a job."""
+        """Number of clients, of all API keys, that follow a job."""
         return self.by_owner.total()
 
     def count(self, owner: str) -> int:
@@ -53,5 +53,5 @@ class SubscriberCounts:
             self.by_owner[owner] -= 1
 
     async def wait(self) -> None:
-        """Wait until a client may query its job again."""
+        """Wait until a client that follows a job may query it again; longer with more clients."""
         await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))

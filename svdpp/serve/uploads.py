@@ -106,7 +106,7 @@ class DecoderSlots:
 
     @contextlib.contextmanager
     def acquire(self, owner: str, seconds: float) -> Iterator[None]:
-        """Wait for a slot, and hold the slot during the `with` block.
+        """Wait for a decoder's slot, and hold the slot during the `with` block.
 
         Args:
             owner: Name of the owner who uploads the image.
@@ -173,7 +173,7 @@ class UploadStore:
         owner: str = "",
         decoded: DecodedImages | None = None,
     ) -> MediaFile:
-        """Decode an image or a video, and store it durably. After an error, no file is left.
+        """Decode an uploaded image or video as a check, and store it durably for its job.
 
         Args:
             source: Open file with the image, which is read from the beginning.
@@ -220,7 +220,7 @@ class UploadStore:
         owner: str,
         decoded: DecodedImages,
     ) -> None:
-        """Decode an image or a video without storing it, and add the result to `decoded`.
+        """Decode an uploaded image or video without storing it, and add the result to `decoded`.
 
         Args:
             source: Content of the file.
@@ -331,7 +331,7 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
 
 
 def _decoder_error(text: str, upload: Path, name: str) -> InputError:
-    """Return the error that a decoder has reported, with the file name from the client.
+    """Return the error that a decoder process has reported, with the file name from the client.
 
     A malicious file could have forged the error. So only details that are numbers or texts are
     kept.
@@ -351,7 +351,7 @@ def _decoder_error(text: str, upload: Path, name: str) -> InputError:
 
 
 def _read_result(process: subprocess.Popen[bytes]) -> str:
-    """Return the output of an ended process, even if its children still hold the pipe open."""
+    """Return the output of an ended decoder process, even if its children keep the pipe open."""
     assert process.stdout is not None
     os.set_blocking(process.stdout.fileno(), False)
     with contextlib.suppress(BlockingIOError):
@@ -360,7 +360,7 @@ def _read_result(process: subprocess.Popen[bytes]) -> str:
 
 
 def _decoder_environment() -> dict[str, str]:
-    """Return the decoder's environment variables: without secrets, and with one thread."""
+    """Return the decoder process's environment variables: no secrets, and one thread."""
     kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -369,7 +369,7 @@ def _decoder_environment() -> dict[str, str]:
 
 
 def main(path: str, *numbers: str) -> None:
-    """Decode a file, and write the result or the error to stdout.
+    """Decode an uploaded file in this sandboxed process; write the result or the error to stdout.
 
     Args:
         path: File to decode.
@@ -417,7 +417,7 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
 
 
 def _check_cost(path: Path, max_scans: int) -> None:
-    """Lower the limit on CPU time to suit the image's size; reject JPEGs with too many scans."""
+    """Lower this process's CPU limit to suit an image's size; reject JPEGs with too many scans."""
     try:
         with Image.open(path, formats=FORMATS) as header:
             width, height = header.size

@@ -118,7 +118,7 @@ class Verifier:
         ]
 
     def _verify(self, id: str) -> bool:
-        """Make a clip again and compare both clips, unless the ranks have work.
+        """Verify a clip in a process, unless the ranks have work; return whether it was begun.
 
         Returns:
             Whether a verification was begun. False if the ranks have work, or another server is
@@ -159,7 +159,7 @@ class Verifier:
         self._on_result(status)
 
     def _missing_files(self, job: Job) -> str:
-        """Fetch the files that a verification needs from the store.
+        """Fetch the files that a verification needs from the store; return which are missing.
 
         Returns:
             Message that names the missing files; empty: none is missing.
@@ -176,7 +176,7 @@ class Verifier:
         return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
     def _run_process(self, job: Job) -> dict[str, Any] | None:
-        """Verify a clip in a process; return the result, or None if the process was stopped."""
+        """Verify a job's clip in a process; return the result; None: the process was stopped."""
         if missing := self._missing_files(job):
             return _error_result(InputError(missing))
         with self._start_process(job) as process:
@@ -227,7 +227,7 @@ def _parse_result(output: bytes, code: int) -> dict[str, Any]:
 
 
 def main(clip: str, image: str, parent: str) -> None:
-    """Verify a clip, and write the result to stdout as JSON.
+    """Verify a server's clip in this process, and write the result to stdout as JSON.
 
     Args:
         clip: Path of the clip's metadata file.
@@ -264,7 +264,7 @@ def _verify_clip(clip: Path, image: Path | None) -> dict[str, Any]:
 
 
 def _check_gpu(config: PipelineConfig) -> None:
-    """Check that the GPU has enough free memory for a verification beside the ranks."""
+    """Raise an `OutOfMemoryError` unless the GPU has room for a verification beside the ranks."""
     if config.device == "cpu":
         return
     from svdpp.driver.resolve import estimate_ranks, resolve_config

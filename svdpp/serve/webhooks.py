@@ -95,7 +95,7 @@ class Webhooks:
         """Thread that sends due webhooks. When it is closed, it first sends those that are due."""
 
     def check(self, url: str) -> None:
-        """Check that the host of a URL is allowed. URLs with a user name or password are rejected.
+        """Raise an `ApiError` unless webhooks may be sent to the host of a callback URL.
 
         Raises:
             ApiError: The host is not allowed: status 422, `callback_refused`.
@@ -126,7 +126,7 @@ class Webhooks:
                     self._record_attempt(job, error)
 
     def _record_attempt(self, job: Job, error: str | None) -> None:
-        """Store the outcome of an attempt, and after a failure the time of the next attempt."""
+        """Store the outcome of an attempt to send a webhook; after a failure, set the next time."""
         seconds = None
         if error is not None and job.callback_attempts < MAX_ATTEMPTS:
             seconds = _FIRST_RETRY_SECONDS * 4 ** (job.callback_attempts - 1)
@@ -180,7 +180,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address for an attempt. Each attempt uses the next address of the host.
+        """Return the IP address for an attempt to send a webhook: the next of the host's ones.
 
         Raises:
             RequestError: The host name has an address that is not public.
@@ -192,7 +192,7 @@ class Webhooks:
         return addresses[attempt % len(addresses)]
 
     async def _resolve_host(self, host: str, port: int) -> list[str]:
-        """Return the IP addresses of a host name.
+        """Return the IP addresses of a webhook's host name.
 
         The lookup runs in a separate thread instead of the event loop's executor. A lookup cannot
         be stopped, and takes minutes if the DNS server is down. An event loop waits at its end for
@@ -266,7 +266,7 @@ def _event_body(id: str, job: Job, video: Video) -> bytes:
 
 
 def _is_public(text: str) -> bool:
-    """Whether an IP address is public and unicast.
+    """Whether a webhook's IP address is public and unicast.
 
     6to4 addresses are excluded, because they embed an IPv4 address, which may be private.
     """
