@@ -32,7 +32,7 @@ class NotThereError(ServerError):
 class ServerConnection:
     """HTTP connection to a server, which repeats requests until the server responds.
 
-    Requests are repeated until the server responds.
+    It is used as a context manager.
 
     Args:
         url: URL of the server, such as `http://127.0.0.1:8000`.

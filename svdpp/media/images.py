@@ -243,6 +243,8 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
 def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Image:
     """Crop or pad an image to a frame's aspect ratio, as `fit` says, without resampling it.
 
+    The pipeline of diffusers resizes the image later.
+
     Args:
         image: Upright RGB image.
         width: Width of the frame, in pixels.

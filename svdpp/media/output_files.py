@@ -158,7 +158,7 @@ def check_writable(folder: Path) -> None:
     """Raise an `OutputError` unless `folder` is writable; remove files that killed runs left there.
 
     A missing folder is not created for the check, because another run could find it before its
-    removal. Files that killed writers left in the folder are removed.
+    removal.
 
     Raises:
         OutputError: The folder cannot be written to or created.

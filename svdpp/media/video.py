@@ -69,7 +69,7 @@ def write_clip(
 ) -> str:
     """Write a clip to a file or folder, and read it back as a check; completely or not at all.
 
-    The clip is written under a temporary name, read back and checked, and then renamed.
+    The clip is written under a temporary name, and renamed after the check.
 
     - `mp4` is H.264, yuv420p, bt709, with `audio` as AAC.
     - `gif` and `webp` loop forever. gif stores times in 1/100 s, and at most 50 frames per second.

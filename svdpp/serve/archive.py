@@ -62,8 +62,7 @@ class Archive(StreamingResponse):
     async def stream_response(self, send: Send) -> None:
         """Send the zip of clips to the client; if a clip cannot be read, log the error.
 
-        If a clip cannot be read, log the error. It cannot become an error response, because status
-        200 is already sent.
+        The error cannot become an error response, because status 200 is already sent.
         """
         try:
             await super().stream_response(send)
@@ -74,7 +73,7 @@ class Archive(StreamingResponse):
 class _Output:
     """Write-only file object for `zipfile`, which keeps written bytes until `take` returns them.
 
-    `take` returns the bytes that were written since the previous `take`.
+    It cannot seek, so `zipfile` writes the zip in one pass.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,8 @@ class _Output:
 def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
     """Yield the bytes of an uncompressed zip of `members`, while their files are read.
 
-    Members are read one after the other, and their contents are not kept.
+    Members are read one after the other, and their contents are not kept. Videos cannot be
+    compressed further.
     """
     output = _Output()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:

@@ -390,7 +390,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return the number of each batch's jobs by state. Removed clips do not count.
+        """Return each batch's number of jobs by state, by batch id. Removed clips do not count.
 
         Args:
             ids: Ids of the batches.

@@ -125,10 +125,7 @@ class Job:
 
     @property
     def model_key(self) -> str:
-        """Key of the job's model and its weights, which a server must have to make the job.
-
-        A server only makes jobs with the key of its own model.
-        """
+        """Key of the job's model and its weights, which a server must have to make the job."""
         return self.weights or self.model
 
     @property

@@ -67,7 +67,7 @@ _HEADERS = {
 
 @dataclass
 class AuthMiddleware:
-    """ASGI middleware that authenticates requests before their bodies are read.
+    """ASGI middleware that authenticates requests before it reads bodies, limits bodies, and logs.
 
     Routes find the owner of the request's key in `scope["state"]["owner"]`.
 
@@ -145,6 +145,8 @@ class AuthMiddleware:
 
     def _authenticate(self, path: str, headers: Headers) -> Owner:
         """Return the owner of a request's API key; raise an `ApiError` if the key is not valid.
+
+        If no key is needed, the owner has no name.
 
         Raises:
             ApiError: The key is missing or unknown. Or the server has no keys, and the request has

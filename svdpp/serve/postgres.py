@@ -211,6 +211,8 @@ class PostgresBackend:
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
         """Take a PostgreSQL advisory lock for the `with` block; yield whether this server has it.
 
+        If the connection ends, so does the lock.
+
         Args:
             name: Name of the lock.
             waits: Whether to wait while another server holds the lock.

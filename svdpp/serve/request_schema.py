@@ -147,7 +147,7 @@ def _decode_text(text: str) -> bytes:
 
 
 def _reject_bool(value: Any) -> Any:
-    """Reject true and false, which Python would accept as the numbers 1 and 0."""
+    """Reject true and false for a number in a request: Python would accept them as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError(f"it must be a number, got {str(value).lower()}")
     return value

@@ -451,7 +451,7 @@ class _Events(EventSourceResponse):
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """Return the id of a job that a client may follow; raise if it is missing or has ended.
+    """Return the id of a job to follow; raise if it is missing or the client has its last event.
 
     FastAPI calls this function as a dependency of the route, so that errors are raised before the
     stream begins.

@@ -192,7 +192,7 @@ def video_from_job(
     expires_at: float | None = None,
     **more: Any,
 ) -> Video:
-    """Return a job as the API shows it.
+    """Convert a job of the queue to the `Video` that the API shows.
 
     Args:
         job: Job of the queue.
@@ -421,7 +421,7 @@ OUTPUT_FILES = {"_output": False, "_error": True}
 
 
 def batch_view(batch: Batch, counts: BatchCounts, model: str) -> BatchView:
-    """Return the API's view of a batch.
+    """Convert a batch to the `BatchView` that the API shows.
 
     Args:
         batch: Batch from the table.
@@ -483,7 +483,7 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(SvdppError):
-    """Error response to a request.
+    """Exception for an error response of the API, with its HTTP status and code.
 
     Args:
         status: HTTP status.
@@ -516,7 +516,7 @@ class ApiError(SvdppError):
 
 
 def error_response(error: ApiError) -> JSONResponse:
-    """Return the HTTP response for an error."""
+    """Return the HTTP response with the JSON body for an `ApiError`."""
     otherwise = "server_error" if error.status >= 500 else "invalid_request_error"
     body = {
         "type": _TYPES.get(error.status, otherwise),
@@ -567,7 +567,7 @@ def _find_field(error: SvdppError) -> dict[str, str]:
 
 
 def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiError:
-    """Return the error response to a request that pydantic has rejected.
+    """Return the `ApiError` for a request whose fields pydantic has rejected.
 
     Args:
         faults: Entries of pydantic's `errors()`.

@@ -55,7 +55,7 @@ _REMOVAL_SECONDS = 30.0
 
 
 class Service:
-    """Queue, engine and limits of one server. Any thread may call any method.
+    """Operations on the videos of one server's queue and engine. Any thread may call any method.
 
     The constructor starts no thread and no rank.
 

@@ -175,6 +175,8 @@ class UploadStore:
     ) -> MediaFile:
         """Decode an uploaded image or video as a check, and store it durably for its job.
 
+        After an error, no file is left.
+
         Args:
             source: Open file with the image, which is read from the beginning.
             id: Id of the job.

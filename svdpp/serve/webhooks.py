@@ -97,6 +97,8 @@ class Webhooks:
     def check(self, url: str) -> None:
         """Raise an `ApiError` unless webhooks may be sent to the host of a callback URL.
 
+        A URL with a user name or password is always rejected.
+
         Raises:
             ApiError: The host is not allowed: status 422, `callback_refused`.
         """
