@@ -138,9 +138,9 @@ def add_key(path: Path, name: str) -> str:
 def read_keys(path: Path) -> Keys:
     """Return the owners of the API keys in a file. Each line is `NAME HASH`, perhaps with `open=N`.
 
-    A name may have several keys, and so several lines. The last `open=N`, which sets `Owner.max_open`,
-    applies to all of them.
-    Error messages do not quote lines, because a line may contain a key.
+    A name may have several keys, and so several lines. The last `open=N`, which sets
+    `Owner.max_open`, applies to all of them. Error messages do not quote lines, because a line may
+    contain a key.
 
     Raises:
         RequestError: The mode of the file gives access to other users.

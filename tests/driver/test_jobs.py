@@ -361,7 +361,7 @@ def test_a_clip_of_version_0_3_is_kept(media_file: MediaFile, tmp_path: Path) ->
     video.write_clip(frames, output, fps=7, metadata=record)
     Path(output.json_path).rename(tmp_path / "rocket_0.json")
     (kept,) = _plan(media_file, OutputPolicy(folder=tmp_path, resume=True)).skipped
-    assert kept["file_sha256"] == video.file_sha256(Path(output.path))
+    assert kept["file_sha256"] == video.clip_sha256(Path(output.path))
 
 
 # --- a run that needs more memory than this machine has is refused before any process starts ----
