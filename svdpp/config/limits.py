@@ -104,7 +104,7 @@ def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> No
 
 
 def check_seconds(name: str, value: Any) -> None:
-    """Raise a `RequestError` unless a field's value is in seconds, above 0 and at most a week.
+    """Raise a `RequestError` unless a value is a number of seconds above 0 and at most a week.
 
     Args:
         name: Name of the field.

@@ -103,7 +103,7 @@ class LatentSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Configuration of the model: which one, and how it is loaded."""
+    """Configuration of a pipeline's model: which one, and how it is loaded."""
 
     name: str = DEFAULT_MODEL
     """Model to load: a hub id, a folder in diffusers' format, the name of a demo model, or `dummy`
@@ -186,7 +186,7 @@ class ModelConfig:
 
     @property
     def is_dummy(self) -> bool:
-        """Whether this is the dummy model, which has no weights to load."""
+        """Whether this configuration names the dummy model, which has no weights to load."""
         return self.name == DUMMY_MODEL
 
 

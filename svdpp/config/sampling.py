@@ -67,7 +67,7 @@ class Param:
         return self.api or self.name
 
     def check(self, value: Any) -> None:
-        """Raise a `RequestError` unless a value has the parameter's type and is in its range.
+        """Raise a `RequestError` unless a sampling parameter's value has its type and is in range.
 
         Args:
             value: Value of any type; None is allowed if the default is None.

@@ -10,7 +10,7 @@ from svdpp.config.limits import require
 
 @dataclass(frozen=True, kw_only=True)
 class Tolerance:
-    """Allowed difference of each element: atol + rtol * abs(expected), as in torch.testing.
+    """Allowed difference of an element of a clip: atol + rtol * abs(expected), as in torch.testing.
 
     Frames and audio are compared as fractions of their largest value. For frames, this value is
     255, so 1/255 is one level of a pixel. If `atol` and `rtol` are 0, the bits must be equal.

@@ -311,7 +311,7 @@ def _families_of(pipeline: str) -> list[str]:
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
-    """Return the class name of each component in the index, after checking that it is allowed."""
+    """Return the class name of each component in a checkpoint's index, after checking them."""
     classes, patterns = {}, {**_CLASSES, **spec.component_classes}
     for part in sorted(spec.components):
         library, name = _entry(index, part)

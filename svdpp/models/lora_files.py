@@ -175,7 +175,7 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
 
 
 def _check_dropout(metadata: Mapping[str, str]) -> None:
-    """Raise ModelError if the adapter's config sets dropout.
+    """Raise a `ModelError` if the adapter config in a LoRA file sets dropout.
 
     Training scripts write the adapter's config into the file. diffusers would apply the dropout at
     inference too, and clips would not be reproducible.

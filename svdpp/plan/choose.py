@@ -108,7 +108,7 @@ class _Search:
         candidates = [_Candidate(each, *makespan_and_latency(each, clips)) for each in known]
         best = self._best(candidates)
         remarks = [self._why(best, candidates)]
-        remarks += self._left_out(best.layout, possible, len(fitting) - len(candidates))
+        remarks += self._remarks(best.layout, possible, len(fitting) - len(candidates))
         reason = f"{best.layout}: {'; '.join(remarks)}"
         return Choice(layout=best.layout, reason=reason)
 
@@ -175,7 +175,7 @@ class _Search:
             )
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
-    def _left_out(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
+    def _remarks(self, best: Layout, possible: Sequence[Layout], unknown: int) -> Iterator[str]:
         """Yield remarks on a choice: ranks that hold both experts, and layouts that were left out.
 
         `unknown` is the number of layouts that fit in memory, but whose transfer costs are unknown.
@@ -221,7 +221,7 @@ def _least(
 
 
 def _candidates(data_parallel: Layout) -> Iterator[Layout]:
-    """Yield the layouts to forecast, the simplest first.
+    """Yield the candidates for the best layout, the simplest first.
 
     Simple layouts have few ranks in a replica, one decoder, and the split `uniform`.
     """

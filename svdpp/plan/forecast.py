@@ -73,7 +73,7 @@ class Forecast:
     at the same rate."""
 
     def extended(self, num_clips: int) -> Forecast:
-        """Return the forecast for more clips, which are assumed to finish at the same rate.
+        """Extend a forecast to more clips, which are assumed to finish at the same rate.
 
         Args:
             num_clips: Total number of clips, at least `clips`.
@@ -423,7 +423,7 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
 
 def steady_seconds_per_clip(layout: Layout) -> float:
-    """Return the mean seconds between finished clips in a long queue.
+    """Forecast a layout's mean seconds between finished clips in a long queue.
 
     Args:
         layout: Layout with its costs.

@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return a HunyuanVideo-1.5 checkpoint's sizes of clips from an image, and unused parameter."""
+    """Return facts on a HunyuanVideo-1.5 checkpoint: clip sizes, and the unused parameter."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )

@@ -75,7 +75,7 @@ class LtxConditionSampling(PromptedSampling):
 
 
 def check_vae(configs: CheckpointConfigs) -> bool:
-    """Check an LTX VAE, and return whether its decoder is conditioned on a timestep.
+    """Refuse an LTX VAE that draws global noise; return whether its decoder takes a timestep.
 
     Raises:
         ModelError: The VAE's decoder draws noise from torch's global generator.

@@ -275,7 +275,7 @@ def _converted(
 
 
 def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -> None:
-    """Check that each LoRA's two factors of a weight change fit the shape of the weight.
+    """Check that a LoRA's factors fit the shapes of the weights that they change.
 
     Raises:
         ModelError: A factor has a shape that does not fit.

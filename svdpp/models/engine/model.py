@@ -101,7 +101,7 @@ class EngineModel:
         return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of all tensors that a packet must have by its structure, by name.
+        """Return shape and dtype, by name, of all tensors that a packet's structure asks for.
 
         Args:
             tensors: Tensors of the packet, including the structure, which names all other tensors.
@@ -533,7 +533,7 @@ def _resized(pipe: Any, image: Image.Image, sampling: Any) -> Tensors:
 
 @contextmanager
 def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
-    """Make the pipeline encode the pixels that `_resized` has returned, during the `with` block."""
+    """Make SVD's pipeline encode pixels that are already resized, during the `with` block."""
     encode = pipe._encode_image
 
     def encode_image(_: Image.Image, *args: Any) -> Any:
@@ -547,7 +547,7 @@ def _resized_before(pipe: Any, pixels: Tensors) -> Iterator[None]:
 
 
 def resize_for_clip(image: Image.Image) -> torch.Tensor:
-    """Resize an image for CLIP, bitwise equal to diffusers' `_resize_with_antialiasing`.
+    """Resize an image for SVD's CLIP, bitwise equal to diffusers' `_resize_with_antialiasing`.
 
     Args:
         image: Image in RGB, of any size.

@@ -84,7 +84,7 @@ def uses_denoisers(block: Any, denoisers: Collection[str]) -> bool:
 def names_read(
     blocks: Any, block: Any, kwargs_mapping: Mapping[str, list[str]]
 ) -> tuple[set[str], set[str]]:
-    """Return the names of all values that a block and later blocks declare as inputs.
+    """Return the names of values that a modular pipeline's block and later blocks read.
 
     Args:
         blocks: Tree of blocks of a pipeline.
@@ -141,7 +141,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return the name of a block's value that was changed in place since then, or None."""
+        """Return which value of a block was changed in place since this snapshot; None: none."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -179,7 +179,7 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return that value whose storage, shape and strides are a tensor's, or else the tensor.
+    """Return the object among `values` that is the same tensor in memory, or else the tensor.
 
     The packer packs a tensor that occurs twice only once if both are the same Python object. This
     function finds that object.

@@ -265,7 +265,7 @@ class ModularCall:
     def run_iteration(
         self, _: Any, real: Callable[..., Any], components: Any, block_state: Any, **kwargs: Any
     ) -> Any:
-        """Run an iteration of the denoising loop, or skip it if an earlier rank has run it.
+        """Run an iteration of a modular denoising loop, or skip it if an earlier rank has run it.
 
         Args:
             real: Method `loop_step` of the loop.
@@ -434,7 +434,7 @@ class ModularCall:
         return result
 
     def _end_step(self, result: Any) -> None:
-        """Count a finished step, store its latent, and call `after_step`.
+        """Count a finished step of a modular pipeline, store its latent, and call `after_step`.
 
         Args:
             result: Result of `scheduler.step`; without a scheduler, the latent.
@@ -459,7 +459,7 @@ class ModularCall:
     # 4. The packet.
 
     def _pack(self, place: Node | None, *, is_inside: bool = False) -> None:
-        """Pack the state of the pipeline at the end of this rank's steps, and end the call.
+        """Pack the state of a modular pipeline at the end of this rank's steps, and end the call.
 
         Args:
             place: Place where the call ends: index of the iteration, and number of finished
@@ -522,7 +522,7 @@ class ModularCall:
         raise _Stop
 
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
-        """Return [name, structure] pairs of the values that blocks of later ranks read.
+        """Pack the values that blocks of later ranks read; return [name, structure] pairs.
 
         Two kinds of tensors are described but not sent: tensors that the loop has replaced, and
         tensors of which conditional blocks only check whether they are None.

@@ -437,7 +437,7 @@ class Records:
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Return a record for each recorded call: its method, and the structure of its result.
+        """Pack the encode's recorded results; return each one's method and structure.
 
         Args:
             packer: Packer that receives the tensors of the results, except tensors that no step
@@ -457,7 +457,7 @@ class Records:
         return records
 
     def passed_on(self, received: Tensors, tensors: Tensors) -> list[Node]:
-        """Return the received records of the encode for the next packet.
+        """Pass the received records of the encode on to the next packet, and return them.
 
         Tensors that only step 0 uses are left out.
 
