@@ -64,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Count the bytes of a tensor's storage until the storage is freed."""
+        """Count the bytes of a tensor, of any shape and dtype, until its storage is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._storages:

@@ -181,8 +181,8 @@ def values_of(block_state: Any) -> dict[str, Any]:
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
     """Return the object among `values` that is the same tensor in memory, or else the tensor.
 
-    The packer packs a tensor that occurs twice only once if both are the same Python object. This
-    function finds that object.
+    The two have the same storage, shape and strides. The packer packs a tensor that occurs twice
+    only once if both are the same Python object. This function finds that object.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):
