@@ -57,7 +57,7 @@ class ConfigFile(Protocol):
         """
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raise a `ModelError` unless a key of a checkpoint's file is missing, null, false or empty.
+        """Raise a `ModelError` unless a key of a JSON file is missing, null, false or empty.
 
         Args:
             key: Key of the config.
