@@ -108,13 +108,13 @@ def _wanted_parts(jobs: Sequence[RunJob], template: NameTemplate | None) -> list
     wanted = []
     for index, job in enumerate(jobs):
         if template is not None:
-            wanted.append((_valid(template.render(job, index)), ""))
+            wanted.append((_clean_name(template.render(job, index)), ""))
             continue
         made_from = job.made_from
         name = made_from.name
         if made_from.media_file is not None and made_from.media_file.path in several:
             name += f"-{slugify_prompt(made_from.prompt or '') or 'prompt'}"
-        wanted.append((_valid(name), f"_{job.seed}"))
+        wanted.append((_clean_name(name), f"_{job.seed}"))
     return wanted
 
 
@@ -140,7 +140,7 @@ def _keep_recorded(
             taken.add(name)
 
 
-def _valid(name: str) -> str:
+def _clean_name(name: str) -> str:
     """Return a clip's name without control characters and slashes, cut to `_UNIQUE_BYTES`."""
     return _beginning(without_controls(name).replace("/", "_"), _UNIQUE_BYTES)
 

@@ -139,7 +139,7 @@ def generate(
 
 
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
-    """Return the configuration of the model, the device of the ranks, and the checkpoint.
+    """Return for `generate` the model's configuration, the device of the ranks, and the checkpoint.
 
     If `model` is only a name, the configuration has the usual precision for model and device.
     """
@@ -186,17 +186,17 @@ def _make_clips(
     )
     pipeline.observe(bar)
     with bar:
-        return _make(pipeline, plan, policy, temporary, on_result)
+        return _run_plan(pipeline, plan, policy, temporary, on_result)
 
 
-def _make(
+def _run_plan(
     pipeline: Pipeline,
     plan: RunPlan,
     policy: OutputPolicy,
     temporary: _TemporaryFolder | None,
     on_result: Callable[[ClipResult], object] | None,
 ) -> list[ClipResult]:
-    """Make the planned clips, and return all results in the order of the jobs.
+    """Make the planned clips of `generate`, and return all results in the order of the jobs.
 
     The results include finished clips that are kept from an earlier run.
 

@@ -47,7 +47,7 @@ class ProgressBar(Progress):
         self._show()
 
     def __call__(self, rank: int, event: Event) -> None:  # noqa: ARG002
-        """Advance the bar if a rank reports a finished step or clip."""
+        """Advance the progress bar if a rank reports a finished step or clip."""
         match event:
             # If two ranks share each step (`cfg_parallel` 2), both report the step. The minimum
             # counts it only once.

@@ -316,7 +316,7 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Layout fields that the user has set; a split that svdpp chooses if the user sets none."""
+        """Layout fields that the user has set, and the split that svdpp chooses for lack of one."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 

@@ -161,7 +161,7 @@ class SourceReader:
         return self._path(value, index) if isinstance(value, os.PathLike | Image.Image) else value
 
     def _path(self, image: ImageSource, index: int) -> str:
-        """Return the path of an image. A PIL image is first saved to a file, but only once."""
+        """Return the path of a caller's image. A PIL image is saved to a file, but only once."""
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
@@ -177,7 +177,7 @@ class SourceReader:
 
 
 def _listed(values: Any) -> list[Any]:
-    """Return a list of one value, or of the values in an iterable; an empty list for None."""
+    """Return an argument of `generate` as a list; a single value becomes a list of one."""
     if values is None:
         return []
     is_one = isinstance(values, str | os.PathLike | Image.Image | Mapping | int)

@@ -55,7 +55,7 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """Return a context manager that yields a no-op observer.
+    """Return a context manager that yields an observer of ranks' events that does nothing.
 
     Args:
         title: Title of the run, which is ignored.

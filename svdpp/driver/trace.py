@@ -90,7 +90,7 @@ class MeasuredCosts:
 
     @property
     def has_stepped(self) -> bool:
-        """Whether at least one step has been measured."""
+        """Whether at least one denoising step of the run has been measured."""
         return "step" in self._counts
 
     def costs_like(self, assumed: CostModel) -> CostModel:
@@ -298,7 +298,7 @@ class Trace:
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> CostModel:
-        """Return a cost model with the mean seconds of each kind of work over all ranks.
+        """Return a cost model with the mean seconds of each kind of work, as this run has measured.
 
         Raises:
             RequestError: No step was measured.

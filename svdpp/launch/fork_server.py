@@ -125,7 +125,7 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     gc.enable()
 
     def end() -> None:
-        """Wait until the process that started this server has ended; end the ranks and this server.
+        """Wait for the end of the process that started this fork server; end ranks and server.
 
         This function runs at the server's normal exit, which follows when that process closes its
         end of the pipe.

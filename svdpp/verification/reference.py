@@ -69,7 +69,7 @@ from svdpp.worker.tensor_files import (
 
 
 def compute_all(device: str, reporter: Reporter, setup: ReferenceSetup) -> None:
-    """Compute all clips of a verification, and report each clip to the parent.
+    """Compute all clips of a verification with the reference, and report each to the parent.
 
     Args:
         device: Name of the device, such as `cuda:1`.
@@ -360,7 +360,7 @@ class _StepObserver:
         self._outputs: list[Any] = []
 
     def forward(self, real: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a denoiser's `forward`. The first call of the wrapper calls `before_steps`."""
+        """Wrap the reference's denoiser: report its first call, and keep its predictions."""
 
         @functools.wraps(real)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -382,7 +382,7 @@ class _StepObserver:
         return self
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `scheduler.step`; if a denoising step is finished, report it to `after_step`.
+        """Call the reference's `scheduler.step`, and report it to `after_step` if it ends a step.
 
         The first call of `scheduler.step` after a call of the denoiser finishes a denoising step.
         """

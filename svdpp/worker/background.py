@@ -217,7 +217,7 @@ class BoundedExecutor:
             self._finish_first()
 
     def is_busy(self) -> bool:
-        """Whether a call is queued or running. This method is thread-safe."""
+        """Whether a call of this thread is queued or running. This method is thread-safe."""
         return any(not future.done() for future in list(self._waiting))
 
     def _reported(self, work: Callable[..., None], *arguments: object) -> None:

@@ -53,7 +53,7 @@ class RankContext:
             raise ClipCancelledError
 
     def on_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait until a device's tensor is computed; return a contiguous copy in host memory.
+        """Wait until a tensor on the device is computed; return a contiguous copy in host memory.
 
         Args:
             tensor: Tensor of any shape and dtype on the rank's device.

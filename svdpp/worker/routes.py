@@ -40,7 +40,7 @@ class Router:
         return self._config if request.sampling is None else self.config_with(request.sampling)
 
     def route(self, clip: int, request: ClipRequest) -> Route:
-        """Return the route of a clip, beginning with the first step that is not finished.
+        """Return which ranks run which steps of a clip, from its first unfinished step on.
 
         Only a clip that resumes from a latent checkpoint already has finished steps.
 
@@ -109,7 +109,7 @@ class Router:
 def resolve_clip_config(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """Return the configuration of a clip that has its own sampling parameters.
+    """Check a clip's own sampling parameters, and return the configuration of the clip with them.
 
     Args:
         sampling: Sampling parameters of the clip.
