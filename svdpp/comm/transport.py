@@ -384,7 +384,7 @@ class _Link:
         return future
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
-        """Call a function; raise an error instead if an earlier call on this link has failed."""
+        """Run one transfer's work; raise an error instead if an earlier one on this link failed."""
         if self._failure is not None:
             kind: type[RankError] = BrokenLinkError
             if isinstance(self._failure, TransportError):

@@ -127,7 +127,7 @@ class Action(NamedTuple):
 
     @property
     def is_compute(self) -> bool:
-        """Whether the action computes on the rank's device: ENCODE, DENOISE or DECODE."""
+        """Whether an action computes on the rank's device: ENCODE, DENOISE or DECODE."""
         return self.kind in (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
 
     @property
@@ -137,7 +137,7 @@ class Action(NamedTuple):
 
     @property
     def helps(self) -> bool:
-        """Whether the action decodes a part for another rank, which finishes the clip."""
+        """Whether an action decodes a part of a clip for another rank, which finishes the clip."""
         return self.kind is Kind.DECODE and self.part is not None and self.part.first > 0
 
 

@@ -9,7 +9,7 @@ from svdpp.config.limits import require
 
 
 def check_fixed(sampling: Any, reasons: Mapping[str, str]) -> None:
-    """Raise a `RequestError` unless the parameters in `reasons` have the family's defaults.
+    """Raise a `RequestError` unless the sampling parameters in `reasons` have their defaults.
 
     Args:
         sampling: Sampling parameters.

@@ -101,7 +101,7 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def vae_tile_side(self) -> int | None:
-        """Side of the square tiles that the VAE decodes, in pixels; None: it has no tiles."""
+        """Side of the square tiles that the model's VAE decodes, in pixels; None: no tiles."""
 
     def timesteps(self, sampling: Any) -> Any:
         """Return the timesteps of a clip's denoising steps: a tensor of shape (steps,).

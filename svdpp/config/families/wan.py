@@ -61,7 +61,7 @@ class WanSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanReferenceSampling(WanBaseSampling):
-    """Sampling parameters of Wan VACE for clips from text, with or without reference images."""
+    """Sampling parameters that pipelines of Wan VACE share for clips with or without references."""
 
     keeps_image_shape: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
@@ -74,7 +74,7 @@ class WanReferenceSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanControlSampling(WanBaseSampling):
-    """Sampling parameters of Wan VACE for clips that a video controls."""
+    """Sampling parameters that pipelines of Wan VACE share for clips that a video controls."""
 
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {

@@ -191,7 +191,7 @@ def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
 
 
 def generators_in(values: Mapping[str, Any]) -> list[torch.Generator]:
-    """Return the random generators among the values of a state, without duplicates."""
+    """Return the random generators among the values of a block's state, without duplicates."""
     found = {}
     for value in values.values():
         for each in value if isinstance(value, (list, tuple)) else (value,):

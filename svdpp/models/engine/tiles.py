@@ -38,7 +38,7 @@ class TileShape(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Number of latent positions from which the tile is decoded."""
+        """Number of latent positions from which a VAE's tile is decoded."""
         return self.frames * self.height * self.width
 
 
