@@ -39,7 +39,7 @@ _TO_MP4 = "convert it first: ffmpeg -i {name} -c copy out.mp4, or -c:v libx264 i
 
 
 class UnsupportedKind(NamedTuple):
-    """Kind of file that is recognised but not supported."""
+    """Kind of media file that svdpp recognises but cannot read, with a hint for conversion."""
 
     name: str
     """Name with its article, such as `an AVI video`."""

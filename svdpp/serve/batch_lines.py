@@ -39,7 +39,7 @@ class _Line(BaseModel):
 
 @dataclass(frozen=True)
 class CheckedLine:
-    """Line of a batch, after a check of its fields.
+    """Line of a batch with valid fields: its request, and the job for it, which is not stored yet.
 
     Args:
         number: Number of the line in the file, from 1.

@@ -44,9 +44,9 @@ class SteadyClock:
 
     @property
     def is_settled(self) -> bool:
-        """Whether `SETTLING_SECONDS` have passed since the start of the server.
+        """Whether the server has run long enough for NTP to have set the machine's clock.
 
-        Before, NTP may not have set the machine's clock yet.
+        This is the case after `SETTLING_SECONDS`.
         """
         return uptime() - self._created >= SETTLING_SECONDS
 

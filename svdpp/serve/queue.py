@@ -145,7 +145,7 @@ class JobQueue(JobQueries):
         Raises:
             RequestError: The folder has clips although the queue has no jobs.
         """
-        clips = [] if self.clips() else self.store.clips()
+        clips = [] if self.clip_tokens() else self.store.clips()
         if clips:
             self.close()
             raise RequestError(
@@ -198,7 +198,7 @@ class JobQueue(JobQueries):
         *,
         until: float = math.inf,
     ) -> Job:
-        """Store a new job. If its idempotency key was used before, return the job with that key.
+        """Store and return a new job, or return the owner's one with the same idempotency key.
 
         Args:
             job: New job.

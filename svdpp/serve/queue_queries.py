@@ -252,7 +252,7 @@ class JobQueries:
             self.backend.fetch_all(f"SELECT id, finished_at FROM jobs WHERE {where}", before)
         )
 
-    def clips(self) -> dict[str, int | None]:
+    def clip_tokens(self) -> dict[str, int | None]:
         """Return the fencing token of the claim that makes or made each job's clip, by job id.
 
         The token is a part of the clip's file name. It is None if the job has no clip.

@@ -97,7 +97,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
 
 def bytes_by_job(queue: JobQueue) -> Counter[str]:
     """Return the total bytes of each job's files, by the id of the job."""
-    sizes, ids = Counter[str](), queue.clips()
+    sizes, ids = Counter[str](), queue.clip_tokens()
     for name, (num_bytes, _) in queue.store.files().items():
         if (found := VIDEO_ID.search(name)) and found[0] in ids:
             sizes[found[0]] += num_bytes
@@ -128,7 +128,7 @@ def remove_orphans(
     # would look unneeded.
     files = store.files()
     copies = store.local_files() if store.is_remote else {}
-    clips = queue.clips()
+    clips = queue.clip_tokens()
     lines = BatchTable(queue).file_ids()
     # `Dispatcher` removes all latent checkpoints once no clip is open. In a fleet, some clip may
     # always be open, so old checkpoints are removed by their age.
@@ -203,7 +203,7 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     """
     if queue.store.is_remote:  # with a store, the local folder has only copies
         return []
-    folder, files, ids = queue.store.folder, queue.store.files(), queue.clips()
+    folder, files, ids = queue.store.folder, queue.store.files(), queue.clip_tokens()
     orphans: dict[str, float] = {}
     for name, (_, written_at) in sorted(files.items()):
         match = FILE_NAME.fullmatch(name)

@@ -152,7 +152,7 @@ class FileStore:
         self.remove_object(path)
 
     def discard(self, path: Path) -> None:
-        """Remove a file that no job needs. If this fails, `remove_orphans` removes it later."""
+        """Remove a file that no job needs. If that fails, `remove_orphans` removes it later."""
         output_files.remove(path)
         with contextlib.suppress(BackendUnavailableError):
             self.remove_object(path)
@@ -184,14 +184,14 @@ class FileStore:
         return {name[start:]: (info["size"], _object_time(info)) for name, info in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each shared file, by a name such as `clips/x.mp4`.
+        """Return bytes and unix time of each file of the jobs, in the bucket or else the folder.
 
-        The shared files are the objects of the bucket; without a bucket, those of the data folder.
+        The names are such as `clips/x.mp4`.
         """
         return self.objects() if self.is_remote else self.local_files()
 
     def local_files(self) -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each local file, by a name such as `clips/x.mp4`.
+        """Return bytes and unix time of each file of the jobs in the data folder, by its name.
 
         Raises:
             OutputError: The folder cannot be read.
@@ -211,7 +211,7 @@ class FileStore:
         return found
 
     def clips(self) -> list[str]:
-        """Return the names of the clips in the local folder, such as `clips/NAME.mp4`."""
+        """Return the names of the clips in the data folder, such as `clips/NAME.mp4`."""
         found = ((name, FILE_NAME.fullmatch(name)) for name in self.local_files())
         return [name for name, match in found if match and match["clip"] and name.endswith(".mp4")]
 

@@ -54,7 +54,7 @@ def test_a_clock_that_jumps_ages_nothing(
         with pytest.raises(ClockError, match="the clock of this machine is 1728") as refused:
             enforce_retention(queue, queue.now(), 3600.0, None)
         assert refused.value.details["skew_seconds"] == pytest.approx(days * _DAYS, abs=5)
-    assert set(queue.clips()) == {before, running}
+    assert set(queue.clip_tokens()) == {before, running}
     for job in (job_of(queue, before), job_of(queue, running)):
         assert job.started_at is not None
         assert job.finished_at is not None
@@ -98,7 +98,7 @@ def test_a_server_with_a_fast_clock_deletes_nothing_of_the_others(
         )
         assert int(done.stdout) == pytest.approx(2 * _DAYS, abs=30)
         assert "ClockError" in done.stderr
-        assert set(queue.clips()) == ids
+        assert set(queue.clip_tokens()) == ids
 
 
 def test_a_clock_is_trusted_after_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
