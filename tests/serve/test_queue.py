@@ -97,7 +97,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     assert store.finished() == {id: done.finished_at}
     assert store.remove(id)
     assert store.get(id) is None
-    assert store.clips() == {}
+    assert store.clip_tokens() == {}
 
 
 def test_a_failure_is_kept_with_details_that_json_does_not_have(store: JobQueue) -> None:

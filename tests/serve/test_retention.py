@@ -58,7 +58,7 @@ def ids_of_files(folder: Path) -> set[str]:
 
 
 def ids(store: JobQueue) -> set[str]:
-    return set(store.clips())
+    return set(store.clip_tokens())
 
 
 def test_jobs_go_by_age_or_by_bytes_the_oldest_first(store: JobQueue, folder: Path) -> None:
