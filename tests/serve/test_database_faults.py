@@ -92,16 +92,18 @@ def test_notes_are_asked_for_until_it_succeeds(
     """After a failed LISTEN, the next call listens again and gets notifications."""
     monkeypatch.setattr(postgres_module, "_RETRY_SECONDS", 0.0)
     execute, failures = (
-        postgres_module.Connection.execute,
+        postgres_module.PostgresConnection.execute,
         [psycopg.errors.ReadOnlySqlTransaction("no")],
     )
 
-    def failing(connection: postgres_module.Connection, query: str, *values: object) -> object:
+    def failing(
+        connection: postgres_module.PostgresConnection, query: str, *values: object
+    ) -> object:
         if query.startswith("LISTEN") and failures:
             raise failures.pop()
         return execute(connection, query, *values)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(postgres_module.Connection, "execute", failing)
+    monkeypatch.setattr(postgres_module.PostgresConnection, "execute", failing)
     with pytest.raises(BackendUnavailableError):
         queue.backend.listen(0.0)
     queue.backend.listen(0.0)

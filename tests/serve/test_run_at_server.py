@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from svdpp.client.batch_run import BatchRecord, ServerState, read_state
-from svdpp.client.connection import Connection
+from svdpp.client.connection import ServerConnection
 from svdpp.errors import InputError, RequestError
 from tests.support.http_server import DEMO, HttpServer, wait
 from tests.support.shell import PHOTO, PYTHONPATH, TINY, assert_error, svdpp_alone, svdpp_here
@@ -175,7 +175,7 @@ def test_a_server_needs_a_jobs_file_and_must_be_there(tmp_path: Path) -> None:
 )
 def test_another_url_is_refused(url: str) -> None:
     with pytest.raises(RequestError, match="`server`") as refused:
-        Connection(url, None, patience_seconds=1.0)
+        ServerConnection(url, None, patience_seconds=1.0)
     assert "secret-word" not in f"{refused.value} {refused.value.hint}"
 
 
