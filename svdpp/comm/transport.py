@@ -315,7 +315,7 @@ class Transport:
             work.wait()
 
     def _report(self, link: _Link, ends: _Ends, size: int, begun: float, waited: float) -> None:
-        """Count the bytes of a finished transfer; report transfers on the channel `clips`."""
+        """Count the bytes of a finished transfer; call `on_transfer` if its channel is `clips`."""
         with self._counting:
             if ends[0] == "send":
                 self.bytes_sent += size

@@ -163,7 +163,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
     if others := sorted(dtypes - {dtype}):
         raise RequestError(
             f"`dtype` is {dtype}, but {part} was quantised in {' and '.join(others)}",
-            f"`dtype` {others[0]}",
+            f"use `dtype` {others[0]}",
             details={"component": part, "dtype": dtype, "quantised_in": others},
         )
 

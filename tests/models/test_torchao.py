@@ -322,7 +322,7 @@ def test_a_quantised_tensor_of_another_layer_is_named(
 def test_another_dtype_is_refused_with_the_one_that_it_was_quantised_in(quantised: Path) -> None:
     with pytest.raises(RequestError, match="`dtype` is fp32, but transformer was") as caught:
         find_checkpoint(ModelConfig(name=str(quantised)))
-    assert caught.value.hint == "`dtype` bf16"
+    assert caught.value.hint == "use `dtype` bf16"
     assert caught.value.details["quantised_in"] == ["bf16"]
 
 
