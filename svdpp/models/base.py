@@ -10,8 +10,8 @@ from PIL import Image
 
 #: Names of the tensors in a packet. A packet is the state of a clip that one rank sends to the
 #: next: the latent, the scheduler's state, the denoiser's output, the random generator's state, and
-#: the structure (JSON in host memory). If a packet has several tensors of one kind, this name is
-#: the prefix of their names, as in `scheduler.1`.
+#: the structure (JSON in host memory). If a packet has several tensors of one kind, their names
+#: begin with the name of the kind, as in `scheduler.1`.
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
 #: Names of the tensors that a rank returns when it decodes a part of a clip: one tensor `frames`,
@@ -48,14 +48,14 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Interface to the other rank of a pair, which runs the same steps for the other branch."""
+    """Interface to the other rank of a pair. Both ranks run the same steps, one branch each."""
 
     branch: int
     """Guidance branch that this rank evaluates in each step: 0 for the one that the pipeline
     evaluates first (or puts first in the batch), 1 for the other."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Compute this rank's tensors, send them to the pair's other rank, and return the other's.
+        """Compute this rank's tensors, and exchange them for those of the pair's other rank.
 
         Args:
             step: Index of the step, which must be the same on both ranks.

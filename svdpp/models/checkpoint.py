@@ -61,7 +61,7 @@ from svdpp.plan.roles import Roles
 _ASSETS = Path(__file__).resolve().parents[1] / "assets"
 #: Dtypes that safetensors files use for quantised weights, which cannot be used without scales.
 _QUANTISED = {"I8", "U8", "F8_E4M3", "F8_E5M2"}
-#: Suffixes of files that contain a whole model, which svdpp does not read.
+#: Suffixes of single-file models. svdpp does not read models in this format.
 _SINGLE_FILES = (".safetensors", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".sft")
 #: Classes of VAEs for which diffusers does not implement `enable_tiling`. The only one is SVD's.
 _UNTILED_VAES = frozenset({"AutoencoderKLTemporalDecoder"})
@@ -73,7 +73,7 @@ InputUse = Literal["needed", "optional", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint in diffusers' format, of a supported family, whose configs have been checked."""
+    """Checkpoint in diffusers' format, of a supported family, with checked configs."""
 
     name: str
     """Name of the model as the user typed it."""
@@ -535,7 +535,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     except ModelError as error:
         hint = "copy or download the folder again, or `model` demo"
         if local is None:
-            # The hint downloads only the damaged file again, because a model can have 126 GB.
+            # The hint's command downloads only the damaged file, because a model can have 126 GB.
             file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"

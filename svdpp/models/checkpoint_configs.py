@@ -38,8 +38,8 @@ _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
 }
-#: Limit for N, the number of times that a VAE halves a side. Without a limit, an untrusted config
-#: could make 2 ** N a huge number.
+#: Limit for N, the number of times that a VAE halves a frame's side. Without a limit, an
+#: untrusted config could make 2 ** N a huge number.
 _MOST_HALVINGS = 16
 # Libraries that a component's class may come from.
 _LIBRARIES = ("diffusers", "transformers")
@@ -57,8 +57,8 @@ _CLASSES = {
 }
 _NO_CODE = "svdpp runs no code from a checkpoint"
 #: Config keys that make diffusers or transformers load other code or weights.
-#: `attn_implementation` can name a kernel on the hub, and `transformers_weights` another file. The
-#: harmless flag `_attn_implementation_autoset` does not match.
+#: `attn_implementation` can name a kernel on the hub, and `transformers_weights` another weight
+#: file. The harmless flag `_attn_implementation_autoset` does not match.
 _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
@@ -175,13 +175,13 @@ class Configs:
                 _read_checked(folders[part], path.name)
 
     def _find_scheduler(self, tested: Sequence[str]) -> str:
-        """Return the class name of a checkpoint's scheduler, which svdpp's tests must cover.
+        """Return the class name of a checkpoint's scheduler; refuse classes that no test covers.
 
         Args:
             tested: Classes of schedulers that svdpp's tests cover for the family.
 
         Raises:
-            ModelError: The scheduler is of another class.
+            ModelError: The scheduler's class is not in `tested`.
         """
         name = _entry(self.index, "scheduler")[1]
         if name in tested:
@@ -212,8 +212,9 @@ class Configs:
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
         """Return the numbers of pixels of which a frame's height and width must be multiples.
 
-        Otherwise the clip would not fill whole positions of the latent. diffusers would round its
-        size, or its number of frames, down: the clip would be smaller or shorter than requested.
+        A clip of another size would not fill whole positions of the latent. diffusers would round
+        the size, or the number of frames, down: the clip would be smaller or shorter than
+        requested.
 
         Args:
             size_multiple: Multiples for height and width that the family needs apart from the VAE.
@@ -311,13 +312,13 @@ def _families_of(pipeline: str) -> list[str]:
 
 
 def _classes_of(index: JsonFile, spec: FamilySpec) -> dict[str, str]:
-    """Return the class name of each component in a checkpoint's index, after checking them."""
+    """Check the class of each component in a checkpoint's index; return the class names."""
     classes, patterns = {}, {**_CLASSES, **spec.component_classes}
     for part in sorted(spec.components):
         library, name = _entry(index, part)
         if name is None:
             continue
-        # diffusers would import any module that the index names, so only known ones are allowed.
+        # diffusers would import any module that the index names, so only known modules pass.
         if library not in (*_LIBRARIES, spec.pipeline_package):
             raise index.error(
                 f"{part!r} is from the module {short_repr(library)}, but {_NO_CODE}",
@@ -347,7 +348,7 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     library, name, where = entry
     places = ("subfolder", "pretrained_model_name_or_path", "repo")
     if name is None and not any(map(where.get, places)):
-        # diffusers writes an entry without a place for a component that the saved pipeline lacks.
+        # diffusers writes an entry without a path for a component that the saved pipeline lacks.
         return _LIBRARIES[0], None
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:
@@ -359,8 +360,8 @@ def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
     """Check that svdpp supports the blocks and guiders that a modular pipeline's index names.
 
     The blocks, if the index names any, must be in `ModularSpec.blocks`. Only the guiders in
-    `own_guiders` of the spec may have an entry. For all others, svdpp supports only the guider that
-    diffusers creates if there is no entry.
+    `own_guiders` of the spec may have an entry. All other guiders must have no entry, so that
+    diffusers creates its default guider.
 
     Raises:
         ModelError: The index names other blocks, or has an entry for another guider.

@@ -163,10 +163,11 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a dummy step; store this rank's half of the new latent in `own`, which is returned.
+        """Run a dummy step; store this rank's half of the new latent in `own`, and return `own`.
 
-        The latent is flattened. `branch` is 0 for the rank with the first half, and 1 for the
-        second. If the number of elements is odd, both halves contain the middle element.
+        The new latent is flattened. `branch` is 0 for the rank with the first half, and 1 for the
+        rank with the second half. If the number of elements is odd, both halves contain the middle
+        element.
         """
         with self._lasting(CostModel.step_on, 0.5):
             flat = self._unet(latent, step).view(-1)
@@ -214,7 +215,7 @@ class DummyModel:
 
         Args:
             tensors: Clip's state after the last step, which is not used.
-            parts: Results of `decode_part`, in order.
+            parts: Results of `decode_part`, in the order of the frames.
 
         Returns:
             Frames, (F, 8, 8, 3) uint8.
@@ -225,7 +226,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep after the `with` block's work, so that it takes `share` of the time in `costs`."""
+        """Sleep after the `with` block's work, until `share` of the time in `costs` has passed."""
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -243,7 +243,7 @@ class ComponentFolder:
         return path if self.repository is None else f"{path} of {self.repository}"
 
     def hint(self, name: str = "") -> str:
-        """Return the command that downloads a component's file again; "" for a checkpoint's own.
+        """Return the command that downloads a file again; "" for files in the checkpoint's folder.
 
         Args:
             name: Name of a file of the component; empty: all files of the repository.
@@ -357,8 +357,8 @@ def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
 def weight_files(component: ComponentFolder, variant: str | None) -> list[Path]:
     """Return the weight files that diffusers or transformers reads for a component.
 
-    The result is a single file, or the shards that an index lists. If both exist, it is the shards
-    for a component of diffusers, and the single file for one of transformers.
+    The result is a single file, or the shards that an index lists. If both exist, diffusers reads
+    the shards, and transformers reads the single file.
 
     Args:
         component: Folder of the component.
@@ -408,7 +408,7 @@ def _shards(
 
 
 def read_dtypes(path: Path) -> list[str]:
-    """Return the dtype of each tensor in a safetensors file, under its name there, such as BF16.
+    """Return the dtype of each tensor in a safetensors file, as the file writes it, such as BF16.
 
     Raises:
         ModelError: The file cannot be read, or is damaged.

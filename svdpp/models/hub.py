@@ -132,7 +132,7 @@ def fetch_snapshot(
 
 
 class _Silent(tqdm.tqdm):  # type: ignore[misc]
-    """Progress bar for downloads of configs, which prints nothing, because they take a moment."""
+    """Progress bar that prints nothing, for configs, whose download takes only a moment."""
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__(*args, **{**options, "disable": True})

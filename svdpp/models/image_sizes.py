@@ -20,7 +20,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     from diffusers.pipelines.hunyuan_video1_5 import image_processor  # this import takes seconds
 
     processor = image_processor.HunyuanVideo15ImageProcessor(vae_scale_factor=unit)
-    kept = (  # sizes that the pipeline keeps; it changes all others
+    kept = (  # sizes that the pipeline does not change
         size
         for size in image_processor.generate_crop_size_list(target, unit)
         if processor.calculate_default_height_width(*size, target) == size

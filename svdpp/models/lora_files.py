@@ -37,7 +37,7 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #
 #   tensor in the file                                use
 #   blocks.0.self_attn.q.lora_A.weight, ...           loaded; diffusers renames it
-#   blocks.0.self_attn.q.dora_scale                   the file is refused: diffusers ignores these
+#   blocks.0.self_attn.q.dora_scale                   the file is refused: unsupported by diffusers
 #   blocks.0.cross_attn.k_img.lora_A.weight           ignored by a model without image encoder
 #   text_encoder.layers.0.q_proj.lora_A.weight        ignored: only denoisers get LoRAs
 #   blocks.0.norm3.diff                               ignored: diffusers does not load such tensors
@@ -47,7 +47,7 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #: for each weight, and adds their product to the weight.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
 #: Names of tensors that change a text encoder, or layers for an image embedding. Ranks load LoRAs
-#: only into denoisers, and not every denoiser has such layers.
+#: only into denoisers, and not every denoiser has layers for an image embedding.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
 #: Names of tensors that change normalisation layers. diffusers drops these tensors when it loads a
@@ -144,7 +144,7 @@ def ignored_tensors(path: Path, checkpoint: Any) -> dict[str, str]:
 
 
 def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
-    """Check that a LoRA file's tensors form pairs that diffusers can load; count those it ignores.
+    """Check that a LoRA file's tensors form pairs that diffusers can load; count ignored tensors.
 
     Returns:
         Number of ignored tensors, by model part.
@@ -302,7 +302,7 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
     """
 
     def check(path: Path) -> dict[str, int]:
-        read_safetensors_header(path)  # a damaged file is found before any rank starts
+        read_safetensors_header(path)  # refuses a damaged file before any rank starts
         return {} if checkpoint is None else check_tensors(path, checkpoint)
 
     found, path, ignored = find_file(
@@ -314,8 +314,9 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 def lora_bytes(model: ModelConfig) -> int:
     """Return the maximum size, in bytes, of the LoRAs that a rank keeps loaded for one denoiser.
 
-    It is the size of all LoRAs of the model, plus that of the `CLIP_LORAS_KEPT` largest LoRAs that
-    clips may use. For a model with two experts, it is the larger of the experts' two sizes.
+    The result is the size of all LoRAs of the model, plus that of the `CLIP_LORAS_KEPT` largest
+    LoRAs that clips may use. For a model with two experts, this sum is computed for each expert,
+    and the larger sum is returned.
 
     Raises:
         ModelError: A file is missing or damaged.

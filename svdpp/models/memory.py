@@ -149,7 +149,7 @@ def _attention_flops(
 
 #: diffusers' name of the attention backend that stores the whole matrix of attention weights.
 _MATH = "_native_math"
-#: FLOP formula of the attention kernel on CPUs. torch has formulas only for those on GPUs.
+#: FLOP formula of the attention kernel on CPUs. torch has formulas only for kernels on GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
@@ -320,7 +320,7 @@ class FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that an estimate runs; usually two, as the second needs more memory.
+        """Number of steps that an estimate runs; usually two: the second step needs more memory.
 
         All steps are measured in two cases: if the model has two experts and is quantised, so that
         the experts can differ, and for a modular pipeline, whose decode needs the state after the
@@ -373,7 +373,7 @@ class FakeModel:
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Run a part of a clip on fake weights; return its result, and the memory of such a rank.
+        """Run a part of a clip on fake weights; return the result, and the memory of the rank.
 
         Args:
             roles: Roles of the rank. Only the weights that these roles need are counted.
@@ -493,7 +493,7 @@ class _RepeatedTiles:
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Measure a VAE's call on a tile, unless an equal one is known; return an empty tensor."""
+        """Measure a VAE's call on a tile, unless an equal call is known; return an empty tensor."""
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile

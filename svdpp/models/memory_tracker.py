@@ -1,7 +1,7 @@
 """Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions.
 
-The temporary memory of other kernels is not counted, because torch can be asked which kernel it
-would run only for convolutions.
+The temporary memory of other operations is not counted, because torch does not tell which kernels
+it would run for them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class MemoryTracker(TorchDispatchMode):
 
     Args:
         known: Tensors that exist before the block.
-        workspace_threads: Number of intra-op threads of the CPU rank whose memory is estimated. It
-            decides the kernels of convolutions, and so their temporary bytes. None: temporary
-            bytes are not counted.
+        workspace_threads: Number of intra-op threads of the CPU rank whose memory is estimated. The
+            number decides the kernels of convolutions, and so their temporary bytes. None:
+            temporary bytes are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor], workspace_threads: int | None) -> None:

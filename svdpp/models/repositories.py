@@ -61,7 +61,7 @@ def find_component_folders(
 
     Returns:
         Folders of the components that are not in `folder/NAME`, or whose entry in the index names a
-        variant. Components that are missing here are in `folder/NAME`.
+        variant. Components without an entry in the result are in `folder/NAME`.
 
     Raises:
         ModelError: An entry names no valid place, or the repository cannot be downloaded.

@@ -116,8 +116,8 @@ def check_torchao(model_label: str, parts: Iterable[str]) -> None:
 
 # --- headers of weight files ----------------------------------------------------------------------
 
-#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by torchao's names
-#: (those in the metadata).
+#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by the
+#: names that torchao writes into the metadata.
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Names of float32, float16 and bfloat16 in safetensors files.
 _FLOATS = ("F32", "F16", "BF16")
@@ -180,7 +180,7 @@ def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
 
 
 def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
-    """Check the tensors of an int8 weight, remove them from `entries`, and return its dtype.
+    """Check the tensors of an int8 weight, remove them from `entries`, and return a dtype.
 
     Returns:
         Dtype in which the quantised layer computes, such as bf16.

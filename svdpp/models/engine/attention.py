@@ -110,7 +110,7 @@ def _takes_backends(checkpoint: Checkpoint, part: str) -> bool:
 
 
 def _processors(module: torch.nn.Module) -> Iterator[Any]:
-    """Yield the attention processors of a module whose backend diffusers can set.
+    """Yield those attention processors of a module for which diffusers can set the backend.
 
     Other processors, such as those of SVD's UNet, call torch's attention directly. diffusers'
     `set_attention_backend` skips them without a warning.
@@ -174,7 +174,9 @@ def as_process_default(name: str | None) -> contextlib.AbstractContextManager[No
 
 
 def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Return facts about an attention backend that are stored with each clip.
+    """Try an attention backend on a device; return its name and whether it repeats its bits.
+
+    Clips store both facts among the conditions under which they were made.
 
     Args:
         name: Checked name of the backend.
@@ -182,8 +184,8 @@ def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str
         dtype: Dtype of the model.
 
     Returns:
-        JSON values by name: the backend's name, and as `attention_repeats` whether the backend gave
-        the same bits each time for the same inputs.
+        JSON values by name: the backend's name; and as `attention_repeats`, whether all
+        computations from the same inputs gave the same bits.
 
     Raises:
         RequestError: The backend does not run on this device in this dtype.

@@ -78,7 +78,7 @@ class RangeCall:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
         # A bound method would refer to this object, and so keep the packet's memory alive after the
-        # call. `functools.partial` does not.
+        # call. `functools.partial` does not refer to this object.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
@@ -329,7 +329,7 @@ class RangeCall:
         return results
 
     def _packed_step(self) -> Node:
-        """Pack what later ranks need to skip the finished steps, without the latent.
+        """Pack all that later ranks need to skip the finished steps, except the latent.
 
         The tensors go into the packet, and their structure is returned.
         """

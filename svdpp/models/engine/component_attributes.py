@@ -22,7 +22,7 @@ _NOT_STATE = NOT_STATE | _HOOKS
 
 
 def modules_of(component: Any) -> dict[str, Any]:
-    """Return the modules of a denoiser by name, or another component under the name ""."""
+    """Return a denoiser's modules by name; for other components, the component itself under ""."""
     is_module = isinstance(component, torch.nn.Module)
     return dict(component.named_modules()) if is_module else {"": component}
 
@@ -58,7 +58,7 @@ def snapshot_component(component: Any) -> Attributes:
 
 
 def set_back_component(component: Any, before: Attributes) -> None:
-    """Restore the attributes of a component from a snapshot, and delete those added since.
+    """Restore a component's attributes from a snapshot, and delete attributes added later.
 
     Args:
         component: Scheduler, guider or denoiser.
@@ -91,8 +91,8 @@ def pack_changed_attributes(
         attributes: Current attributes of each component, by the component's name.
         before: Attributes of each component before the call.
         denoisers: Names of the denoisers. A denoiser's attribute of a type that cannot be sent is
-            left out, because it is a cache that the denoiser computes again. If it were state,
-            tests that split a clip after each step would fail.
+            left out, because it is a cache that the denoiser computes again. If the attribute were
+            state, tests that split a clip after each step would fail.
 
     Raises:
         ModelError: A component that is not a denoiser has a changed attribute of a type that cannot

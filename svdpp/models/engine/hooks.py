@@ -19,8 +19,8 @@ def hook(target: Any, handler: Any, methods: dict[str, str]) -> None:
 
     Args:
         target: Scheduler, or block of a modular pipeline.
-        handler: Object whose methods are called instead. Their arguments are the hooked object, the
-            real method bound to it, and the arguments of the call. A deep copy of the hooked object
+        handler: Object whose methods are called instead. They get the hooked object, the object's
+            real bound method, and the arguments of the call. A deep copy of the hooked object
             would also copy the handler, so `__deepcopy__` of the handler should return the handler
             itself.
         methods: Names of the handler's methods, by the names of the object's methods, such as

@@ -1,8 +1,9 @@
 """Computation of the shape and dtype that the latent in a packet must have.
 
-Before a packet (the state of a clip) arrives from another rank, its receiver computes the shape and
-the dtype from the pipeline and the sampling parameters. The formulas are those of `prepare_latents`
-in each diffusers pipeline. `FamilySpec` has the differences between families.
+Before a packet (the state of a clip) arrives from another rank, the receiving rank computes the
+latent's shape and dtype from the pipeline and the sampling parameters. The formulas are
+those of `prepare_latents` in each diffusers pipeline. `FamilySpec` has the differences between
+families.
 """
 
 from __future__ import annotations

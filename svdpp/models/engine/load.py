@@ -92,9 +92,9 @@ def silence_blocks(block: Any) -> None:
 
 
 # At the first `with torch.device(...)` of a process, torch lists its functions that create tensors,
-# and keeps the list. While transformers loads weights, it replaces `torch.linspace`. A list from
-# that time would lack the real `torch.linspace`, which would later create CPU tensors in a `with`
-# block for the meta device. So make torch list its functions now.
+# and keeps the list. While transformers loads weights, it replaces `torch.linspace`. A list
+# made at that time would lack the real `torch.linspace`, which would later create CPU tensors in a
+# `with` block for the meta device. So make torch list its functions now.
 with torch.device("meta"):
     torch.empty(0)
 
@@ -176,7 +176,7 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    # Old name of the class, which diffusers replaces in the same way.
+    # `CLIPFeatureExtractor` is an old name. diffusers replaces it in the same way.
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)
@@ -284,9 +284,9 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component and of its folder.
-        cls: Class of the component. It can be a processor for text and images. If the component is
-            the pipeline's tokenizer, only the processor's tokenizer is loaded then; see
-            `TextProcessor`. For other components, only the processor's part for videos is left out.
+        cls: Class of the component. Of a processor for text and images that is the pipeline's
+            tokenizer, only the processor's tokenizer is loaded; see `TextProcessor`. Of any other
+            processor for text and images, all is loaded except the part for videos.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -308,10 +308,10 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
 
 
 def text_processors(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return those tokenizers of a checkpoint that load as a `TextProcessor`, by component name.
+    """Return a checkpoint's tokenizers that are loaded as a `TextProcessor`, by component name.
 
     Raises:
-        ModelError: The component's files are missing or damaged.
+        ModelError: The files of a tokenizer are missing or damaged.
     """
     tokenizers = {part: component_class(part, name) for part, name in checkpoint.classes}
     return {
@@ -355,7 +355,7 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype, or of its files if it is quantised."""
+    """Return the bytes of a component's weights in a dtype; if quantised, those of its files."""
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     if part in checkpoint.int8_denoisers:
@@ -392,8 +392,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # If a shard is missing, its weights are not in the list of diffusers, but stay on the meta
-    # device.
+    # If a shard is missing, diffusers does not list the shard's weights as missing, but leaves them
+    # on the meta device.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):
@@ -433,7 +433,7 @@ def build_without_weights(checkpoint: Checkpoint, part: str) -> Any:
         part: Name of the component.
 
     Raises:
-        ModelError: The library cannot make the component.
+        ModelError: diffusers or transformers cannot create the component from the config.
     """
     cls = component_class(part, dict(checkpoint.classes)[part])
     with library_errors(part, checkpoint), torch.device("meta"):

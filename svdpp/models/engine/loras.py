@@ -1,6 +1,6 @@
 """Loader of LoRAs into a pipeline through diffusers, with a check of each tensor.
 
-diffusers renames the tensors of a file, scales some tensors, drops others, and only warns if a
+diffusers renames the tensors of a file, scales or drops some tensors, and only warns if a
 tensor fits no weight of the model. So this module runs diffusers' conversion a second time, with
 tensors that remember their names in the file, and checks that the loaded model has exactly the
 converted tensors.

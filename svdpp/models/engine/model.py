@@ -85,7 +85,7 @@ class EngineModel:
     def use_loras(self, loras: tuple[Lora, ...]) -> None:
         """Load the LoRAs that are not loaded yet, and activate the model's and the clip's LoRAs.
 
-        They become active in all `EngineModel`s that share the loaded components.
+        The LoRAs become active in all `EngineModel`s that share the loaded components.
 
         Args:
             loras: LoRAs of the clip; empty: only the model's LoRAs are active.
@@ -119,7 +119,7 @@ class EngineModel:
         return {**named, STRUCTURE: (tuple(tensors[STRUCTURE].shape), torch.uint8)}
 
     def prepare(self, source: ModelInput) -> PreparedInput:
-        """Prepare a clip's image for the encode, on the CPU. A thread can call this during steps.
+        """Prepare a clip's image on the CPU. Another thread can call this method during steps.
 
         Args:
             source: Image or frames, fitted to the clip's size.
@@ -297,7 +297,7 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet after the last step.
-            postprocess: Function of the VAE's result, (1, 3, F, H, W), and options.
+            postprocess: Function that gets the VAE's result, (1, 3, F, H, W), and options.
 
         Returns:
             Tuple of the postprocessed video and, if the model makes sound, the sound.
@@ -308,15 +308,15 @@ class EngineModel:
         return result if isinstance(result, tuple) else (result,)
 
     def truncated_text(self, prompt: str) -> str:
-        """Return the end of a prompt that is cut off after `max_sequence_length` tokens.
+        """Return the text that is cut off from a prompt after `max_sequence_length` tokens.
 
         The result is empty if the whole prompt fits, or if the pipeline does not truncate prompts.
-        Only a rank that encodes can do this, because it has the tokenizer.
+        Only ranks that encode can call this method, because only they have the tokenizer.
         """
         if not self._spec.cuts_prompts:
             return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        # A processor for text and images takes the image as first argument: use its tokenizer.
+        # A processor for text and images would take the prompt for an image.
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids
@@ -357,7 +357,7 @@ def call_arguments(
     request: ClipRequest,
     source: ModelInput | None,
 ) -> dict[str, Any]:
-    """Set a pipeline's scheduler and guiders for a clip, and return its arguments for the clip.
+    """Set a pipeline's scheduler and guiders for a clip, and return the arguments of the call.
 
     Arguments that are None are left out.
 
@@ -504,8 +504,8 @@ def to_audio(
 # diffusers' `_resize_with_antialiasing` blurs the whole image, which takes 9 GiB for 50 megapixels,
 # and then interpolates. For each of the 224 rows and columns of the result, the interpolation reads
 # only four rows and columns of the image. The functions below blur only the rows and columns that
-# are read, one band of rows at a time. The result has the same bits, because the same convolution
-# computes each pixel, in the same order.
+# are read, one band of rows at a time. The result is bitwise equal to that of diffusers, because
+# the same convolution computes each pixel, in the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
@@ -577,7 +577,7 @@ def _pixels(image: Image.Image, top: int) -> torch.Tensor:
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
-    """Blur an image for CLIP along one dimension, where the interpolation will read it."""
+    """Blur an image for CLIP along one dimension, only where the interpolation reads pixels."""
     # Imported here, because other families do not need the module, and because `silence_libraries`
     # must run before the import.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd

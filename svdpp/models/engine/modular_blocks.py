@@ -141,7 +141,7 @@ class SubBlockEntry:
         }
 
     def changed_in_place(self) -> str | None:
-        """Return which value of a block was changed in place since this snapshot; None: none."""
+        """Return the name of a value changed in place since this snapshot; None: no value was."""
         for name, value in self.values.items():
             versions = [each._version for each in tensors_in(value)]
             if versions != self._versions[name] or not is_unchanged(self._copies[name], value):
@@ -179,7 +179,7 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the object among `values` that is the same tensor in memory, or else the tensor.
+    """Return the object in `values` that is the same tensor in memory, or else `tensor` itself.
 
     The two have the same storage, shape and strides. The packer packs a tensor that occurs twice
     only once if both are the same Python object. This function finds that object.

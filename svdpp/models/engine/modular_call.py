@@ -207,7 +207,7 @@ class ModularCall:
     def run_block(
         self, block: Any, real: Callable[..., Any], components: Any, state: Any, **kwargs: Any
     ) -> Any:
-        """Run a modular pipeline's block without branches, or skip it if an earlier rank ran it.
+        """Run a block that has no branches to choose, or skip it if an earlier rank has run it.
 
         Args:
             block: Top-level block, or sub-block of the denoising loop.
@@ -221,7 +221,7 @@ class ModularCall:
         index, self._num_begun = self._num_begun, self._num_begun + 1
         self._resume = None
         if self.given is not None and index <= self.given["block"]:
-            # Set the state again before each skipped block: the blocks that contain it set values.
+            # Set the state again before each skipped block: the block's containers change values.
             self._set_state(state)
             if index < self.given["block"]:
                 return components, state
@@ -479,9 +479,10 @@ class ModularCall:
                     raise self._error(f"changes {name} in place in a block that runs whole steps")
         assert self._latents is not None
         latents = packer.pack(same_in(values, self._latents), LATENTS)
-        # The packet does not need tensors that each iteration writes before it reads them. They are
-        # known only after a whole iteration. If an iteration has several steps, all tensors are
-        # sent, because a packet must not depend on the step at which the call began.
+        # The packet does not need tensors that each iteration writes before it reads them. Which
+        # tensors these are is known only after a whole iteration. If an iteration has several
+        # steps, all tensors are sent, because a packet must not depend on the step at which the
+        # call began.
         written = set()
         is_whole = place is not None and self._sub_block == len(self._loop.sub_blocks)
         if is_whole and self._inner_steps == 1 and not (is_inside or self._skipped):
@@ -505,7 +506,7 @@ class ModularCall:
         }
         self._structure = {
             "steps": self._steps,
-            "latents": latents,  # sent by itself, because it may not be a value of the state
+            "latents": latents,  # separate, because the latent may not be in the state
             "block": self._num_begun - 1,
             "selected": self._selected[: self._num_selects],
             "state": self._packed_state(values),

@@ -165,7 +165,7 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs a value of a known class for a packet; None for others."""
+        """Return a function that packs a value of a known class; None for all other values."""
         kind = type(value)
         if isinstance(value, torch.Generator):
             is_host = value.device.type == "cpu"

@@ -31,7 +31,7 @@ from svdpp.models.base import LATENTS, STRUCTURE, Tensors
 from svdpp.models.engine.hooks import HOOK
 
 #: Node of a structure: a JSON object for a tensor, a plain value or a container. The key `kind`
-#: says which of the three it is, and so which other keys it has.
+#: says which of the three the node describes, and so which other keys the node has.
 Node = dict[str, Any]
 
 # Attributes of a scheduler that are not part of its state: the first is set by svdpp's hooks, the
@@ -347,7 +347,7 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 
     Args:
         before: Tensors of any shapes and dtypes.
-        after: As many tensors.
+        after: Tensors to compare with those of `before`; the lists have equal length.
     """
     return not all(map(torch.equal, before, after))
 
@@ -437,7 +437,7 @@ class Records:
         self.generator.set_state(state)
 
     def packed(self, packer: Packer) -> list[Node]:
-        """Pack the encode's recorded results; return each one's method and structure.
+        """Pack the encode's recorded results; return the method and structure of each result.
 
         Args:
             packer: Packer that receives the tensors of the results, except tensors that no step

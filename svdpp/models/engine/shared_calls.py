@@ -106,10 +106,10 @@ class SharedCalls:
         if not is_own:
             return result
         self._own.append(result)
-        return clone_tensors(result)  # the block may change it in place; `_own` must stay as it is
+        return clone_tensors(result)  # the block may change this result, but `_own` must not change
 
     def _check_shape(self, step: int, result: Any) -> None:
-        """Check that all results of a denoiser have the structure of the first, which is stored."""
+        """Store the structure of a denoiser's first result; check that later ones are equal."""
         node = Packer().pack(result, PREDICTION)
         if not self.outputs:
             self.outputs.append(node)

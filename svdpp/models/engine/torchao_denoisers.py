@@ -12,7 +12,7 @@ from svdpp.models.files import short_repr
 
 
 def check_layers(module: torch.nn.Module, part: str) -> None:
-    """Check that only linear layers of a denoiser are quantised by TorchAO, and their shapes.
+    """Check that TorchAO has quantised only linear layers of a denoiser; check their shapes.
 
     diffusers does not check the shapes of weights that TorchAO has quantised.
 
