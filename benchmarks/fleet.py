@@ -60,7 +60,7 @@ _WARM_CLIPS = 6
 
 
 class CountingConnection(psycopg.Connection[Any]):
-    """Connection of psycopg that counts SQL statements. `number` is the sum of all connections."""
+    """Connection of psycopg that counts SQL statements. All connections share `number`."""
 
     number = 0
 

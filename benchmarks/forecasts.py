@@ -88,7 +88,7 @@ def measure(pipeline: Pipeline, num_clips: int) -> Run:
 
 
 def seconds_of(spans: list[Span], *kinds: Kind) -> float:
-    """Return the seconds from the first start to the last end of the actions of some kinds."""
+    """Return the seconds from the first start to the last end of the actions of the given kinds."""
     chosen = [span for span in spans if span.action.kind in kinds]
     return max(span.end for span in chosen) - min(span.start for span in chosen)
 
@@ -191,13 +191,16 @@ def pairs() -> None:
 
 
 def decode() -> None:
-    """Compare the decode of a clip in eight chunks by four ranks or a CFG pair with one rank's."""
+    """Compare the time to decode a clip by four ranks or by a CFG pair with the time by one rank.
+
+    The clip is decoded in eight chunks.
+    """
     sampling = SvdSampling(num_inference_steps=4, decode_chunk_size=1)
     costs = CostModel(step_seconds=STEP, decode_seconds=8.0)
     config = partial(_sleeping, sampling, costs, frames=8)
 
     def seconds(config: PipelineConfig) -> float:
-        """Return the seconds from the first decode's start until the last rank has all frames."""
+        """Return the seconds from the first decode's start until one rank has all frames."""
         with Pipeline(config) as pipeline:
             measure(pipeline, 1)
         return seconds_of(pipeline.trace.spans, Kind.DECODE, Kind.RECV_FRAMES)
@@ -267,7 +270,7 @@ def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
 def wan() -> None:
     """Measure a CFG pair on a small Wan for text-to-video.
 
-    Most of its time is spent in steps, as with published weights.
+    This Wan spends most of its time in steps, as with published weights.
     """
     _small_wan(WanSampling())
 

@@ -49,7 +49,7 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Seconds(NamedTuple):
-    """CPU seconds of a range of steps: before its first step, of all, and after its last step."""
+    """CPU seconds of a range of steps: before, in and after its steps."""
 
     before: float
     whole: float
@@ -106,7 +106,7 @@ def measure_family(family: str) -> None:
 
 
 def main() -> None:
-    """Measure ranges of steps of the modular family that is named, or of all of them."""
+    """Measure ranges of steps of the modular family on the command line, or of all families."""
     parser = parser_of(__doc__)
     parser.add_argument("family", nargs="?", choices=_SETTINGS)
     torch.set_num_threads(1)

@@ -37,7 +37,7 @@ COMMAND_MODULES = {f"svdpp.cli.{name}" for name in COMMANDS}
 
 #: Light commands: arguments, a word of the output, and the heavy or command modules that the
 #: command may import in addition to the commands before it. Typer imports pydantic to convert the
-#: option values of the last one.
+#: option values of the last command.
 LIGHT = (
     (("--help",), "Usage:", set()),
     (("--version",), f"svdpp {__version__}", set()),

@@ -178,7 +178,7 @@ def test_the_guide_shows_what_its_commands_print(
     ("options", "most"),
     [
         ((), 1 / 2),  # the number of chunks is unknown
-        (("--frames", "25", "--decode-chunk-size", "10"), 15 / 25),  # ranks decode 10 and 10 + 5
+        (("--frames", "25", "--decode-chunk-size", "10"), 15 / 25),  # one rank decodes 10 + 5
         (("--frames", "24", "--decode-chunk-size", "6"), 1 / 2),
     ],
 )

@@ -249,7 +249,7 @@ def test_a_config_that_lacks_a_key_is_the_checkpoints_error(
     """A config without a required key is reported as a fault of the checkpoint.
 
     diffusers uses a default instead of the key. The memory estimate finds the fault before the
-    start; where it is skipped, a rank finds it.
+    start; if the estimate is skipped, a rank finds the fault.
     """
     model, out = save_tiny_checkpoint(tmp_path / "model"), tmp_path / "out"
     edit_json(model / "unet/config.json", cross_attention_dim=None)

@@ -351,7 +351,7 @@ def test_a_clip_with_references_is_made_verified_and_resumed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_references_that_a_clip_cannot_have_are_refused(tmp_path: Path) -> None:
-    """5 frames have 2 frames of the latent, and diffusers fails with more references."""
+    """A clip of 5 frames has 2 latent frames, and diffusers fails with more than 2 references."""
     model = save_tiny("wan_vace", tmp_path / "model")
     line = f"run rocket.jpg --model {model} {TWO} --device cpu"
     reference = " --reference rocket.jpg"

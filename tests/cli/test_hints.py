@@ -74,7 +74,7 @@ def _descriptions(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def test_texts_name_fields_that_have_an_option() -> None:
-    """Every field in backticks in a text has an option, which the command line writes instead."""
+    """Every field in backticks in a text has an option, whose name replaces it in the output."""
     assert {field for text in _hint_texts() for field in fields_in(text)} <= option_names().keys()
 
 

@@ -136,7 +136,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _modification_times() -> dict[Path, int]:
     """Return the modification time of each file in the working folder, and 0 for each folder.
 
-    A folder's time changes when a lock file is created and removed.
+    A folder's own time is ignored, because it changes when a lock file is created and removed.
     """
     return {path: path.is_file() and path.stat().st_mtime_ns for path in Path().rglob("*")}
 

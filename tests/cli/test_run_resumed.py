@@ -146,7 +146,7 @@ def test_a_second_run_into_the_folder_is_refused_while_the_first_goes_on(tmp_pat
 def test_what_is_lost_ends_with_the_highest_code(tmp_path: Path) -> None:
     """If clips are lost for several reasons, the highest exit code counts.
 
-    One image cannot be read (7), and the latents of the other clip are not finite (9).
+    One clip's image cannot be read (code 7); the other clip's latents are not finite (code 9).
     """
     model = save_tiny_checkpoint(tmp_path / "model")
     weights = model / "unet/diffusion_pytorch_model.safetensors"

@@ -130,7 +130,7 @@ def test_a_moved_clip_and_its_photograph(out: Path) -> None:
 
 @pytest.fixture
 def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make a test fail if `svdpp verify` accepts invalid metadata, and starts the reference."""
+    """Make a test fail if `svdpp verify` starts the reference in spite of invalid metadata."""
     monkeypatch.setattr(clip_verification, "run_reference", None)
 
 
@@ -215,7 +215,7 @@ def test_a_clip_in_tiles_is_kept_and_verified_with_tiles(
 ) -> None:
     """A clip that a CFG pair decodes in tiles can be resumed and verified.
 
-    Without tiles, the same request makes another clip.
+    Without tiles, the same request gives a clip with other bits.
     """
     monkeypatch.chdir(tmp_path)
     model = str(save_tiny("wan", tmp_path / "wan"))
@@ -264,7 +264,7 @@ def test_a_clip_of_version_0_3_is_kept_and_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, clip: str, asked: tuple[str, ...]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    home = {"HOME": str(tmp_path)}  # the clip's JSON has the model as ~/wan
+    home = {"HOME": str(tmp_path)}  # the clip's JSON names the model as ~/wan
     Path("out").mkdir()
     shutil.copy(PHOTO, "rocket.jpg")
     for suffix in ("", ".json"):

@@ -451,7 +451,7 @@ def test_files_that_are_not_read_are_called_by_what_they_are(
         images.read_image(path)
     assert words in caught.value.message
     assert hint in caught.value.hint
-    if b"isom" not in data:  # a family that takes videos refuses the others so too
+    if b"isom" not in data:  # models that take videos refuse these files with the same error
         with pytest.raises(InputError) as caught:
             video_frames.probe_video(path, 5, images.MAX_PIXELS)
         assert words in caught.value.message

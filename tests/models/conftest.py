@@ -37,7 +37,7 @@ def tiny_model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], 
 
 @pytest.fixture(scope="session")
 def tiny_models(tiny_model_of: Callable[[Case], TinyModel]) -> Callable[[str], TinyModel]:
-    """Function that returns the `TinyModel` for a test case's name, the same one each time."""
+    """Function that returns the `TinyModel` for a test case's name, the same object each time."""
     from tests.support.tiny_families import CASES
 
     return functools.cache(lambda name: tiny_model_of(CASES[name]))

@@ -1,4 +1,4 @@
-"""Engine: what it loads, keeps between clips, packs and refuses. test_registry.py has the bits."""
+"""Engine: what it loads, keeps between clips, packs and refuses. The bits: test_registry.py."""
 
 from __future__ import annotations
 
@@ -472,7 +472,8 @@ def test_a_model_that_embeds_its_guidance_takes_no_negative_prompt(tiny_models: 
 def test_no_prompt_reaches_a_loader_of_images(tiny_models: TinyModels) -> None:
     """A prompt that is a URL or a path is read as a text.
 
-    A processor of text and images would take it for an image, and fetch the URL or open the path.
+    A processor of text and images would take such a prompt for an image, and fetch the URL or
+    open the path.
     """
     tiny_model = tiny_models(KANDINSKY)
     for prompt in ("http://127.0.0.1:9/a.png", __file__, "the sea at night"):

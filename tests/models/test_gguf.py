@@ -151,7 +151,7 @@ def test_files_with_the_names_of_authors_and_of_diffusers_are_read(
     ],
 )
 def test_blocks_of_256_numbers_are_read(tmp_path: Path, kinds: tuple[str, str]) -> None:
-    """Types with blocks of 256 numbers are read, which most published files have."""
+    """Types with blocks of 256 numbers can be read. Most published files have such types."""
     folder = save_tiny("wan", tmp_path / "wan", width=32, boundary_ratio=0.875)
     high = save_gguf(folder, tmp_path / "high.gguf", kinds[0])
     low = save_gguf(folder, tmp_path / "low.gguf", kinds[1], part="transformer_2")
@@ -344,7 +344,7 @@ def test_every_truncated_header_and_every_huge_count_is_refused(tmp_path: Path) 
             read_gguf_header(file)
     for start in range(4, end):
         file.write_bytes(content[:start] + b"\xff" * 8 + content[start + 8 :])
-        with suppress(ModelError):  # in a tensor's name, the bytes may be valid
+        with suppress(ModelError):  # the header is still valid if the bytes are in a name
             assert read_gguf_header(file).keys() >= {"b"}
 
 

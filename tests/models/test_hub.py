@@ -139,7 +139,7 @@ CONFIG = PipelineConfig(
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a hub repository: a tiny Wan, and files in other formats, as many have."""
+    """Folder of a hub repository: a tiny Wan, and files in other formats, as usual on a hub."""
     folder = tmp_path_factory.mktemp("wan") / "wan"
     save_tiny_wan(folder, boundary_ratio=0.875, max_shard_size="30KB")
     for path in list(folder.rglob("*.safetensors")):
@@ -159,7 +159,7 @@ def wan(hub: type[Hub], repository: Path) -> type[Hub]:
 
 
 def _files_in_use(folder: Path, parts: Iterable[str]) -> set[str]:
-    """Return the weight files of components that diffusers and transformers read."""
+    """Return the weight files that diffusers and transformers read for components."""
     paths = (path for part in parts for path in (folder / part).glob("*.safetensors*"))
     return {f"{path.parent.name}/{path.name}" for path in paths if ".fp16" not in path.name}
 

@@ -45,7 +45,7 @@ def test_each_step_gives_the_expected_tensors_with_another_scheduler(
 def _check(tiny_model: TinyModel, case: Case) -> None:
     tiny_model = replace(
         tiny_model, model=replace(tiny_model.model, dtype="bf16")
-    )  # so that tensors in float32 differ from it
+    )  # so that tensors in float32 have another dtype than the model
     packet = tiny_model.encode(tiny_model.request(negative_prompt=case.negative))
     for step in range(tiny_model.steps + 1):
         check_expected_tensors(tiny_model.rank_for, tiny_model.steps, step, packet)

@@ -205,7 +205,7 @@ def test_loras_that_a_model_cannot_load_are_refused(
 
 
 def _save_changed_lora(folder: Path, tmp_path: Path, name: str, changes: dict[str, Any]) -> Lora:
-    """Save and return a LoRA for the first expert, with changed tensors. None removes one."""
+    """Save and return a LoRA for the first expert, with changed tensors. None removes a tensor."""
     file = save_tiny_lora(folder, tmp_path / name, seed=1)
     tensors = {**load_file(file), **changes}
     save_file({key: each for key, each in tensors.items() if each is not None}, file)
@@ -416,7 +416,7 @@ def test_memory_counts_as_many_loras_of_clips_as_a_rank_keeps(
 ) -> None:
     """Memory estimates count as many of the clips' LoRAs as a rank keeps, the largest ones.
 
-    They take the expert with more LoRAs, and add the LoRAs of the model itself.
+    The estimates take the expert with more LoRAs, and add the LoRAs of the model itself.
     """
     folder = tiny_models("wan").checkpoint.folder
     sizes, files = [], []

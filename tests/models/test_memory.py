@@ -1,7 +1,7 @@
 """Memory estimates from configs: exact for weights, close to torch's allocator for activations.
 
-They are compared with what torch's allocator allocates in a rank's encode, two steps and decode,
-plus the tensors that the rank has received.
+The estimates are compared with what torch's allocator allocates in a rank's encode, two steps and
+decode, plus the tensors that the rank has received.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def test_activation_bytes_match_torchs_allocator() -> None:
 def test_activation_bytes_of_several_threads_match_torchs_allocator() -> None:
     """Estimates are right for several threads too.
 
-    The test runs in a new process, because it would increase later peaks of one thread in this
-    process.
+    The test runs in a new process. In this process, it would increase the peaks that later tests
+    with one thread measure.
     """
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         process.submit(check_demo, 2, 1).result()

@@ -36,7 +36,7 @@ _LATENTS = {
     "ltx_condition": 2.0,  # the first noise, of which each step adds a part to the image
     **dict.fromkeys(("minimax_h3", "minimax_h3_references"), 2.0),  # a copy in the loop's state
     # Of the second of two chunks: its first noise, the finished chunk, the history (28 frames; a
-    # chunk has 9), the 20 frames of it that the denoiser reads, and what the solver keeps.
+    # chunk has 9), the 20 of these frames that the denoiser reads, and what the solver keeps.
     "helios": 9.44,
     "helios_v2v": 9.33,
     "helios_pyramid": 10.13,
@@ -44,7 +44,7 @@ _LATENTS = {
     "helios_distilled": 6.82,
     "helios_distilled_v2v": 6.71,
 }
-#: Changes to another size, for families whose clips may not have twice the height.
+#: Sampling parameters of the larger clip, for families whose clips may not have twice the height.
 _OTHER_SIZE = {"hunyuan_video_15": {"num_frames": 25}}
 
 
@@ -99,7 +99,7 @@ def _packets(tiny_model: TinyModel, negative_prompt: str | None) -> list[Tensors
 def test_a_packet_has_the_latent_the_solver_and_what_the_encode_gives(
     tiny_models: Callable[[str], TinyModel], name: str
 ) -> None:
-    """Clips of two sizes show what grows with the latent; tables and numbers do not."""
+    """Clips of two sizes show which tensors grow with the latent. Tables and numbers do not."""
     tiny_model, case = tiny_models(name), CASES[name]
     steps: dict[str, Any] = {"num_inference_steps": 4, **case.sampling}
     larger = _OTHER_SIZE.get(case.family, {"height": 2 * tiny_model.sampling.height})

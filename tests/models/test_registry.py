@@ -185,7 +185,7 @@ def test_references_of_a_class_of_their_own_are_those_of_a_plain_call(
         tiny_model.checkpoint.folder, workflow="ref2va"
     )
     pipe.load_components()
-    pipe.processor = tiny_model.encoder._pipe.processor  # that of diffusers needs torchvision
+    pipe.processor = tiny_model.encoder._pipe.processor  # diffusers' own one needs torchvision
     references = [MiniMaxH3ImageReference(image=image) for image in source.values()]
     plain = pipe(
         references=references,
@@ -377,7 +377,7 @@ def _damaged(packet: Tensors, name: str) -> Tensors:
 
 
 def _other_states(packet: Tensors) -> Iterator[tuple[str, Tensors]]:
-    """Yield packets in which one number of the schedulers' state is changed, with its name."""
+    """Yield the name of each number of the schedulers' state, and a packet with another number."""
     for place, (key, _) in enumerate(_numbers(_structure(packet))):
         if key == "_begin_index":  # only the first step reads it
             continue

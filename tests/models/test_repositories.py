@@ -85,7 +85,7 @@ def _only_index(whole: Path, folder: Path) -> Path:
 def spread(hub: type[Hub], whole: Path, tmp_path: Path) -> type[Hub]:
     """Local hub with a model whose index names three other repositories for its components."""
     hub.folder = _only_index(whole, tmp_path / "tiny")
-    vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # is at the root of its repository
+    vae = shutil.copytree(whole / "vae", tmp_path / "vae")  # a repository with the VAE at its root
     video, text = tmp_path / "video", tmp_path / "text"
     for part in ("guider", "scheduler", "transformer"):
         shutil.copytree(whole / part, video / part)
@@ -169,7 +169,7 @@ def test_an_entry_wins_over_the_own_folder_of_a_hub_model(
 ) -> None:
     """In a hub model, an index entry for another repository wins over the model's own folder.
 
-    This is as in diffusers. An entry that names the model itself means its own folder.
+    diffusers does the same. An entry that names the model itself means its own folder.
     """
     _serve_copy(hub, whole, tmp_path / "tiny", pretrained_model_name_or_path="org/tiny")
     hub.others["org/other"] = changed
@@ -184,7 +184,7 @@ def test_files_in_a_local_folder_win_over_its_entries(
 ) -> None:
     """In a local folder, files in the folder win over index entries for other repositories.
 
-    This is as in diffusers. Such a folder is a copy of a repository.
+    diffusers does the same. Such a folder is a copy of a repository.
     """
     folder = Path(shutil.copytree(whole, tmp_path / "copy"))
     hub.others["org/other"] = changed
@@ -426,7 +426,7 @@ def test_a_run_has_the_bits_of_diffusers_and_is_verified(
 ) -> None:
     """A run gives the bits of a diffusers script, and can be verified.
 
-    The model's own folder has other weights of the VAE, which neither of them reads.
+    The model's own folder has other weights of the VAE, which neither the run nor the script reads.
     """
     shutil.copytree(changed / "vae", spread.folder / "vae")
     env = {

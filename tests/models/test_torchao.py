@@ -177,7 +177,7 @@ def test_ranks_share_the_pages_of_its_file_and_clips_name_the_version_of_torchao
         assert tensor.data_ptr() in buffers or any(tensor.data_ptr() in each for each in pages)
     assert _are_shared(config, checkpoint, denoise)
     other = find_checkpoint(bf16(plain))
-    assert not _are_shared(config, other, denoise)  # its file is in float32
+    assert not _are_shared(config, other, denoise)  # the file of `plain` is in float32
     assert _versions_of_extras(config, checkpoint, ()) == {"torchao": version("torchao")}
     assert _versions_of_extras(config, other, ()) == {}
 

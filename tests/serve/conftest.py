@@ -34,7 +34,7 @@ def swift() -> Iterator[Swift]:
 def bucket(swift: Swift, monkeypatch: pytest.MonkeyPatch) -> str:
     """URL of an empty folder in a bucket of the S3 server.
 
-    Environment variables have the server's URL and the keys.
+    Environment variables have the S3 server's URL and its access keys.
     """
     for variable, value in swift.environment.items():
         monkeypatch.setenv(variable, value)
@@ -74,7 +74,7 @@ def store(tmp_path: Path) -> Iterator[JobQueue]:
 
 @pytest.fixture
 def each_store(tmp_path: Path, queue_url: str | None) -> Iterator[JobQueue]:
-    """Job queue, in SQLite and again in PostgreSQL, which must behave in the same way."""
+    """Job queue. Each test runs once with SQLite and once with PostgreSQL."""
     with contextlib.closing(JobQueue(tmp_path / "data", url=queue_url)) as store:
         yield store
 

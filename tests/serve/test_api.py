@@ -195,7 +195,7 @@ def test_waiting_clips_know_their_place(server: HttpServer) -> None:
         rest = server.client.get(f"/v1/videos?status=queued&after={ids[2]}").json()["data"]
         assert [video["id"] for video in rest] == [ids[1], ids[0]]
         assert server.video(running)["place"] is None
-        # A clip that a rank has, but has not begun, is queued too.
+        # A clip that a rank has received, but has not begun, counts as queued.
         assert [video["status"] for video in waiting] == ["queued"] * 4
         assert [video["place"] for video in waiting] == [0, 1, 2, 3]
         etas = [video["eta_seconds"] for video in waiting]
@@ -262,7 +262,10 @@ def test_a_deleted_clip_is_gone_and_a_repeated_delete_says_so(server: HttpServer
 def test_clients_that_cancel_keep_no_other_waiting(
     server: HttpServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """60 clients that wait for a cancel block no other client, even if the clip never stops."""
+    """60 clients that wait until a clip is cancelled block no other client.
+
+    This holds even if the clip never stops.
+    """
     monkeypatch.setattr(ClipHandle, "cancel", lambda _: False)
     assert isinstance(server, ServerHere)
     with long_clip(server) as id:
@@ -297,9 +300,10 @@ def test_an_image_comes_back_as_it_was_sent_while_it_is_there(server: HttpServer
 
 
 def test_events_follow_a_clip_to_its_end(server: HttpServer) -> None:
-    """A client that reconnects gets the events that follow its last one.
+    """A client that reconnects gets the events after the last one that it received.
 
-    After the last event it gets status 204, which makes a browser stop reconnecting.
+    After the clip's last event, the client gets status 204, which makes a browser stop
+    reconnecting.
     """
     (id,) = server.add(steps=100)
     with server.events(id) as events:

@@ -18,7 +18,7 @@ from tests.support.http_server import HttpServer, error_of, wait
 
 @pytest.fixture(scope="module")
 def ids(server: HttpServer) -> list[str]:
-    """Ids of three finished clips on a server. Two of their names differ only in case."""
+    """Ids of three finished clips on a server. Two clips' names differ only in case."""
     names = ("sea.jpg", "SEA.jpg", "Zürich am See.png")
     found = [server.add(name=name, seed=7)[0] for name in names]
     for id in found:

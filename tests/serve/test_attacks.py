@@ -115,7 +115,10 @@ def test_a_request_of_two_lengths(server: HttpServer) -> None:
 
 
 def test_slow_uploads_leave_places_for_others(server: HttpServer) -> None:
-    """Uploads that never end do not block other requests, even if there are as many as allowed."""
+    """Uploads that never end do not block other requests.
+
+    This holds even if the server accepts no further upload.
+    """
     with ExitStack() as opened:
         waiting = [opened.enter_context(server.connected()) for _ in range(40)]
         for connection in waiting:

@@ -1,4 +1,4 @@
-"""Batches over HTTP, in the format of OpenAI's Batch API, at real servers that are also killed."""
+"""Batches over HTTP, in the format of OpenAI's Batch API, at real servers; some tests kill them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The service's engine makes every job once, with the same bits, even if its ranks fail."""
+"""The service's engine makes each job's clip once, bitwise identical even if ranks fail."""
 
 from __future__ import annotations
 

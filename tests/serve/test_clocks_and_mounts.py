@@ -40,7 +40,7 @@ def clock_ahead(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[Non
 def test_a_clock_that_jumps_ages_nothing(
     each_store: JobQueue, monkeypatch: pytest.MonkeyPatch, days: float
 ) -> None:
-    """A jump of the clock makes no clip too old, and no clip's duration negative.
+    """If the clock jumps, no clip counts as too old, and no clip has a negative duration.
 
     This holds for a clip that ended before the jump and for one that ends after it.
     """
@@ -150,7 +150,7 @@ def unmounted(folder: Path) -> Iterator[None]:
 def test_nothing_is_removed_while_its_disk_is_not_mounted(
     each_store: JobQueue, tmp_path: Path
 ) -> None:
-    """While a job's files are away, its row is kept too, so that the files can be removed later."""
+    """A job's row stays while the job's files are not mounted, so they can be removed later."""
     queue, folder = each_store, tmp_path / "data"
     id = in_state(queue, JobState.COMPLETED)
     clip = job_of(queue, id).clip_path(folder)
@@ -206,9 +206,9 @@ def test_clips_that_need_files_which_are_not_mounted_wait_for_them(
 def test_a_clip_whose_files_were_away_for_a_moment_is_begun_once_more(
     times: int, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clip whose image is missing once is begun again; if it is missing twice, the clip fails.
+    """If an image is missing once, its clip is begun again; if it is missing twice, the clip fails.
 
-    The disk is mounted again before the server checks whether it is.
+    The disk is mounted again before the server checks whether the disk is mounted.
     """
     request_builder, begun = RequestBuilder.__call__, list[object]()
 

@@ -58,7 +58,7 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
     id = add(queue)
     queue.backend.check()
     assert job_of(queue, id).state is JobState.QUEUED
-    queue.backend.listen(0.0)  # it listens for notifications again
+    queue.backend.listen(0.0)  # the backend listens for notifications again
     other = add(queue)
     assert queue.backend.listen(5.0) == ["queued"]
     assert take_all(queue) == [id, other]
@@ -68,7 +68,7 @@ def test_a_server_recovers_by_itself_after_a_read_only_spell(
 def test_a_session_that_has_become_read_only_is_replaced(queue: JobQueue) -> None:
     """A connection whose session has become read-only is replaced by a new connection.
 
-    PostgreSQL keeps the session open when it becomes read-only.
+    PostgreSQL does not close a session that becomes read-only.
     """
     id = add(queue)
     for connection in queue.backend._open.values():  # type: ignore[union-attr]

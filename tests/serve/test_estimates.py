@@ -190,7 +190,7 @@ def test_the_busiest_rank_sets_the_pace_and_a_written_file_is_the_end(
 ) -> None:
     """ETAs follow the busiest rank, and include the time to write the file.
 
-    Both of two ranks do half of the steps, and the last one also decodes, so the first one waits.
+    Each of the two ranks does half of the steps. Rank 1 also decodes, so rank 0 waits for it.
     """
     for seed in range(3):
         store.add(dummy_job(seed), max_open=None)
@@ -367,7 +367,7 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
         done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)
         server.metrics.count_final_job(replace(done, promised_seconds=100.0))
     server.metrics.count_final_job(new_job(state=JobState.FAILED, finished_at=1050.0))
-    # This job has no promised time, so it does not count as an error of an ETA.
+    # This job has no promised time, so the metric of ETA errors ignores it.
     server.metrics.count_final_job(new_job(state=JobState.COMPLETED, finished_at=1050.0))
 
     assert server.value("svdpp_clips_total", state="completed") == 4

@@ -49,7 +49,7 @@ def _servers(server: HttpServer) -> list[dict[str, Any]]:
 def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
     """Wait until a server has completed clips, and compare their latents with a plain loop's.
 
-    `ids` has the seed of each clip.
+    `ids` maps each clip's id to the clip's seed.
     """
     for id, seed in ids.items():
         server.wait_for(id, "completed")
@@ -146,7 +146,7 @@ def _an_upload_that_the_database_interrupts_is_answered(
 ) -> None:
     """Check that a request during a restart of the database gets a response.
 
-    If its job is not stored, the job's files are removed within two hours.
+    If the request's job is not stored, the uploaded files are removed at most two hours later.
     """
     with ThreadPoolExecutor(4) as clients:
         for _ in range(3):

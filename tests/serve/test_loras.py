@@ -128,7 +128,7 @@ def test_a_server_without_loras_says_how_it_gets_some(tmp_path: Path) -> None:
 def test_loras_that_do_not_fit_are_named_at_the_start(ltx: Path, tmp_path: Path) -> None:
     """A LoRA that does not fit the model is refused before a rank starts.
 
-    The error names a tensor.
+    The error names a tensor that does not fit.
     """
     wan = save_tiny_wan(tmp_path / "wan")
     save_tiny_lora(wan, tmp_path / "loras" / "sea.safetensors", seed=1)
@@ -194,7 +194,7 @@ def fleet_of_two(model: Path, loras: Path, folder: Path, database: str) -> Itera
             _, service = build(settings, None)
             opened.callback(service.queue.close)
             services.append(service)
-        for service in (*services, *services):  # twice, so that each one knows all others
+        for service in (*services, *services):  # twice, so that each service knows the other
             service.fleet._renew_claims()
         yield services
 
@@ -238,7 +238,7 @@ def test_a_clip_waits_for_the_server_of_a_fleet_that_has_its_lora(
 
         first, second = batch(other), batch(holder)
         assert first.loras == second.loras == {"style": style["sha256"]}
-        holder.queue.release()  # it ends before its batch becomes jobs, and gives its claim back
+        holder.queue.release()  # the server ends before its batch becomes jobs
         other.fleet._renew_claims()
         other.batches._run_once()
         for each in (first, second):

@@ -89,7 +89,7 @@ class Page:
         from selenium.common.exceptions import StaleElementReferenceException
 
         def has_happened() -> bool:
-            time.sleep(0.1)  # a query of the browser takes longer
+            time.sleep(0.1)  # short compared with a query of the browser
             try:
                 return bool(happens())
             except StaleElementReferenceException:
@@ -350,7 +350,7 @@ def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path:
     page.wait_text("#table-note", "3 rows")
     assert "No field of this model" in page.text("#table-head .fault")
     assert page.text("#make") == "Make clips"
-    page.one("#table-head button").click()  # ignores the column
+    page.one("#table-head button").click()  # the page ignores the column from now on
     page.choose(PHOTOS[0])
     page.wait_text("#make", "Make clip")
     faults = {
@@ -505,7 +505,7 @@ def test_the_page_says_that_the_server_is_gone_and_finds_it_again(
     page.wait_text("#state", "Server gone")
     page.wait_text("#banner", "The server does not answer.")
     assert page.rows()
-    page.one("#banner-button").click()  # it checks at once, and finds no server yet
+    page.one("#banner-button").click()  # the page checks at once, and finds no server yet
 
     port = int(server.url.rpartition(":")[2])
     with ServerHere(tmp_path / "data", *QUICK, port=port) as server:
@@ -539,7 +539,7 @@ def test_the_page_asks_for_a_key_and_uses_it(
     )
     behaviour = {"behavior": "allow", "downloadPath": str(tmp_path)}
     driver.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
-    page.one("#download-all").click()  # a fetch: a link could not send the key
+    page.one("#download-all").click()  # the page uses `fetch`, because a link sends no key
     page.wait(lambda: [*tmp_path.glob("clips-*.zip")])
     with zipfile.ZipFile(next(tmp_path.glob("clips-*.zip"))) as archive:
         assert "sea-seed" in archive.namelist()[0]

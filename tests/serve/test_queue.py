@@ -261,8 +261,8 @@ def test_no_job_is_taken_twice(store: JobQueue) -> None:
     assert set(taken) == ids
 
 
-#: By name: jobs as (owner, time of the request, priority), and their indices in the order of
-#: claims.
+#: By test's name: jobs as (owner, time of the request, priority), and the jobs' indices in the
+#: order of claims.
 ORDERS = {
     "owners take turns": (
         [("many", float(t), 0) for t in range(6)]

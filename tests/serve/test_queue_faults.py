@@ -59,7 +59,7 @@ def test_the_database_of_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path) -> None:
-    """A damaged page is found at the start, even if no query of the start reads that page."""
+    """A damaged page is reported at the start, even if no query at the start reads that page."""
     for _ in range(200):
         add(store, input_name="x" * 1000)
     store.close()
@@ -74,7 +74,8 @@ def test_damaged_pages_are_noticed_at_the_start(store: JobQueue, tmp_path: Path)
     assert "\n" not in refused.value.message
 
 
-#: Size of the small disk. When less than an eighth is free, the server takes no more requests.
+#: Size of the small disk. When less than an eighth of the disk is free, the server takes no more
+#: requests.
 SIZE = "size=64m"
 
 
@@ -136,7 +137,7 @@ def test_clients_make_space_on_a_full_disk_and_after_a_restart(tmp_path: Path) -
 def test_a_thread_logs_a_failure_once_until_there_is_none(
     monkeypatch: pytest.MonkeyPatch, told: list[str]
 ) -> None:
-    """A periodic task that fails again and again is logged once, until it succeeds.
+    """Repeated failures of a periodic task are logged once, until the task succeeds.
 
     An unavailable queue is not logged here, because the code that notices it logs it.
     """
@@ -186,7 +187,7 @@ def test_a_queue_whose_lock_another_program_holds_is_named_as_such(
 ) -> None:
     """If another program holds the lock of the queue's file, the error says so.
 
-    Reads, such as that of `/ready`, fail within seconds instead of waiting.
+    Reads, for example by `/ready`, fail within seconds instead of waiting.
     """
     monkeypatch.setattr(sqlite_module, "_BUSY_SECONDS", 1.0)
     store.close()

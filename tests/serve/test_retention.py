@@ -89,12 +89,12 @@ def test_one_job_is_removed_on_request_and_none_while_it_is_verified(
     id, other, requested = (add_completed(store, folder, at) for at in (1.0, 2.0, 3.0))
     waiting = add(store)
     put_files(folder, waiting)
-    for each in (other, requested):  # both wait for the verifier
+    for each in (other, requested):  # both clips wait for the verifier
         store.set_verification(each, "running")
     assert remove_job(store, id)
     for kept in (id, waiting, "../.."):
         assert not remove_job(store, kept)
-    with store.lock_clip(other) as is_held:  # as the verifier does during a verification
+    with store.lock_clip(other) as is_held:  # the verifier holds this lock during a verification
         assert is_held
         assert enforce_retention(store, 1e9, 1.0, 1) == [requested]
         assert ids(store) == ids_of_files(folder) == {other, waiting}
@@ -114,7 +114,7 @@ def test_a_clip_that_is_removed_by_its_age_is_not_verified(store: JobQueue, fold
 def test_files_of_no_job_are_kept_in_another_place(store: JobQueue, folder: Path) -> None:
     """Files without a job are moved to lost+found.
 
-    They exist after the queue was lost, or replaced by an older copy.
+    Such files exist after the queue was lost, or replaced by an older copy.
     """
     id, waiting = add_completed(store, folder, 1.0), add(store)
     put_files(folder, waiting)
@@ -255,9 +255,9 @@ def test_a_removal_that_a_kill_ends_goes_on(
 
 
 def test_with_a_store_only_own_copies_go(store: JobQueue, folder: Path) -> None:
-    """With a store, only unused local copies of stored files are removed.
+    """If the service has a file store, only unused local copies of stored files are removed.
 
-    The bucket or the folder may also have files of others, and files that are older than the store.
+    The bucket or the folder may also have other programs' files, and files from before the store.
     """
     store.store = FileStore(folder, f"memory://{new_id()}")
     ids = copied, used, _ = [add_completed(store, folder, at=1.0) for _ in range(3)]

@@ -119,9 +119,9 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
 
 
 def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> None:
-    """A server with clips, but without their rows, does not start with an empty queue.
+    """A server whose folder has clips, but whose queue has no rows, refuses to start.
 
-    This happens when the queue's file was copied without its write-ahead log.
+    The rows are lost when the queue's file was copied without its write-ahead log.
     """
     folder = tmp_path / "data"
     with contextlib.closing(JobQueue(folder)) as queue:
@@ -141,7 +141,7 @@ def test_clips_whose_rows_are_lost_are_not_taken_for_none(tmp_path: Path) -> Non
 def test_rows_are_in_the_file_itself_soon(tmp_path: Path) -> None:
     """Maintenance moves new rows from the write-ahead log to the file.
 
-    A snapshot or a copy of only one file would lose the log.
+    A snapshot or copy of only the database file would lose the rows in the log.
     """
     folder, copy = tmp_path / "data", tmp_path / "copy.sqlite3"
     with contextlib.closing(JobQueue(folder)) as queue:

@@ -193,7 +193,7 @@ def animate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def uploads(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Pose video's file, and the uploaded files of a request for Wan Animate."""
+    """Path of the pose video, and the files for the pose and face in a request for Wan Animate."""
     file = Path(save_video(tmp_path_factory.mktemp("video") / "a.mp4"))
     pose, face = ("pose.mp4", file.read_bytes()), ("face.jpg", PHOTO)
     return file, {"pose_video": pose, "face_video": face}
@@ -404,7 +404,8 @@ def test_a_clip_with_references_has_the_bits_of_diffusers(tmp_path: Path) -> Non
     images = [example_images()[index] for index in (0, 1, 2)]
     first, second, third = (image.read_bytes() for image in images)
     form: dict[str, Any] = {"photo": first, "prompt": PROMPT, "seed": 1}
-    # diffusers takes at most as many references as the latent has frames; a clip of 9 frames has 3.
+    # diffusers takes at most as many references as the latent has frames. The latent of a clip of
+    # 9 frames has 3 frames.
     model = ("--model", str(folder), "--frames", "9")
     with ServerHere(tmp_path / "data", *WAN, *model) as server:
         server.wait_ready()

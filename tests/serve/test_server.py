@@ -119,7 +119,7 @@ def test_a_start_that_is_refused_leaves_no_folder(
 def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
     """A data folder with the user's own files is refused without `--adopt`.
 
-    So is a folder whose queue is lost.
+    A folder whose queue is lost is refused too.
     """
     folder = tmp_path / "data"
     (folder / "photos").mkdir(parents=True)
@@ -234,7 +234,7 @@ def test_a_clip_of_the_demo_model_from_end_to_end(tmp_path: Path) -> None:
 def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path) -> None:
     """The first signal drains the server; a second one ends it at once.
 
-    The first signal goes to the ranks too, as it does from systemd or Ctrl-C.
+    The first signal goes to the ranks too, as systemd and Ctrl-C send it.
     """
     with HttpServer(tmp_path / "data", *QUICK, "--grace", "600") as server:
         server.wait_ready()
@@ -252,7 +252,7 @@ def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path
 
 
 def _goes_on_and_ends_without_grace(folder: Path, left: str) -> None:
-    """Check that a restarted server continues its clip, and without a grace period ends at once.
+    """Check that a restarted server continues its clip, and ends at once if no grace is set.
 
     An open event stream, or a client that waits for its clip, does not delay the end.
     """

@@ -165,8 +165,8 @@ def test_every_answer_is_as_documented(server: HttpServer) -> None:
 def check_operation(schemathesis: Any, operation: Any, ids: list[str]) -> None:
     """Send generated requests of one HTTP operation, also invalid ones, and check the responses."""
     checks = importlib.import_module("schemathesis.specs.openapi.checks")
-    # These checks expect that the document alone decides whether a request is valid, which is not
-    # so.
+    # These checks are left out. They expect that the document alone decides whether a request is
+    # valid, but the server has further limits.
     excluded = [checks.positive_data_acceptance, checks.negative_data_rejection]
     ends_clips = operation.method == "delete" or operation.path.endswith("/events")
     cases = st.one_of(*map(operation.as_strategy, schemathesis.GenerationMode))

@@ -61,7 +61,7 @@ def opened(tmp_path: Path, database: str) -> Iterator[Open]:
 
 @contextlib.contextmanager
 def lost_responses(queue: JobQueue) -> Iterator[None]:
-    """Make a queue's transactions succeed in the database, but fail in the client, in the block."""
+    """Let a queue's transactions in the block succeed in the database, but fail in the client."""
     transaction = queue.backend.transaction
 
     @contextlib.contextmanager
@@ -122,7 +122,7 @@ def test_a_lost_claim_ends_nothing(opened: Open) -> None:
 def test_a_clip_that_ends_its_servers_fails(opened: Open) -> None:
     """A job fails after several servers died while they made it.
 
-    Claims that a server returned before it ended do not count.
+    Claims that a server returned before its end do not count.
     """
     dying, other = opened(lease_seconds=_LEASE), opened(lease_seconds=_LEASE)
     id = add(other)
@@ -182,7 +182,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
     taken(holder)
     wait_until(lambda: holder.backend.fetch_all(_ENDED) == [(1,)], 30, "no lease ends")
     fleet = fleet_of(other)
-    fleet._requeue_expired_at = 0.0  # the next search is due
+    fleet._requeue_expired_at = 0.0  # the next search for expired leases is due
     with pytest.MonkeyPatch.context() as patch, pytest.raises(BackendUnavailableError):
         patch.setattr(other.backend, "fetch_all", Mock(side_effect=BackendUnavailableError("away")))
         fleet._run_once()
@@ -197,7 +197,7 @@ def test_a_server_that_was_away_does_not_judge_others(opened: Open) -> None:
 
 
 def test_a_leaving_server_hands_back_claims_that_it_does_not_know_of(opened: Open) -> None:
-    """A server that ends also returns a claim whose transaction succeeded without its knowledge.
+    """A server that ends also returns a claim whose transaction succeeded unnoticed.
 
     The connection broke before the server got the response.
     """
@@ -226,7 +226,7 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
 ) -> None:
     """A job that is stored too late is refused, and no job begins without the data folder.
 
-    If a server was stopped during a request, other servers have removed the request's image.
+    If a server is suspended during a request, other servers may remove the request's image.
     """
     queue = opened()
     with pytest.raises(OutputError, match="took too long to store"):
@@ -234,12 +234,12 @@ def test_a_server_stores_no_late_job_and_begins_nothing_while_its_folder_is_away
     assert not queue.has_unfinished()
     assert not queue.unavailable_reason
     (tmp_path / "data").rename(tmp_path / "away")
-    (tmp_path / "data").mkdir()  # as an empty mount point
+    (tmp_path / "data").mkdir()  # an empty folder, as without a mounted disk
     assert queue.unavailable_reason == "the folder of the videos is not there"
 
 
 def test_a_server_takes_and_verifies_only_what_it_can_make(opened: Open) -> None:
-    """A server claims and verifies only jobs of its own weights whose steps its ranks can do."""
+    """A server claims and verifies only jobs for its weights, with steps that its ranks can do."""
     svd, wan = opened(), opened()
     svd.model_key, wan.model_key = "weights of svd", "wan"
     first = add(svd, model="svd", weights="weights of svd")
@@ -276,7 +276,7 @@ def test_a_server_takes_only_jobs_whose_loras_it_has(opened: Open) -> None:
     with has_lora.backend.transaction() as connection:
         query = "SELECT sampling FROM jobs WHERE id = ?"
         ((text,),) = connection.execute(query, (first,)).fetchall()
-    with pytest.raises(RequestError, match="no parameter 'loras'"):  # an older svdpp refuses it
+    with pytest.raises(RequestError, match="no parameter 'loras'"):  # an older svdpp refuses LoRAs
         sampling_from(json.loads(text))
     again = replace(job_of(has_lora, first), id="video_2", idempotency_key="a", loras=())
     has_lora.add(replace(again, id="video_1", loras=(lora,)), None)
@@ -325,7 +325,7 @@ def test_two_servers_do_not_verify_the_same_clip(opened: Open) -> None:
     assert not verifier._verify(id)
     assert (job_of(own, id).verification_reason or "").startswith("file missing")
     with other.backend.lock(id) as is_held:
-        assert is_held  # the verifier has released it
+        assert is_held  # the verifier has released the lock
 
 
 def test_what_does_not_belong_together_is_refused(

@@ -77,7 +77,8 @@ def test_the_decoder_is_light() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mebibytes", [250, 420])  # too little to read any file; to decode this one
+# 250 MiB are too little to read any file, and 420 MiB are too little to decode this file.
+@pytest.mark.parametrize("mebibytes", [250, 420])
 def test_a_photograph_that_takes_much_memory_is_refused(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch, mebibytes: int
 ) -> None:
@@ -173,7 +174,7 @@ def test_uploads_wait_for_a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_decoder_ends_with_its_server(
     uploads: UploadStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = os.getpid() + 1  # not the decoder's parent, as after the server's end
+    server = os.getpid() + 1  # another parent than the decoder's, as if the server had ended
     monkeypatch.setattr(os, "getpid", lambda: server)
     assert "ended with SIGKILL" in refusal(uploads, encoded(gradient(), "PNG")).message
 

@@ -102,8 +102,8 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
 ) -> None:
     """Idle time is used to verify clips, the newest first, and differences are reported.
 
-    If the verifying process is killed, as when memory runs out, the verification can be requested
-    again.
+    If the verifying process is killed, for example because memory ran out, the verification can be
+    requested again.
     """
     with _proving(made, tmp_path, when_idle=True) as proving:
         oldest = tmp_path / "clips" / f"{proving.ids[0]}.mp4.json"
@@ -162,7 +162,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
 ) -> None:
     """A verification stops as soon as the ranks have work, and starts again when they are idle.
 
-    It also stops if its clip is removed.
+    The verification also stops if its clip is removed.
     """
     with _proving(made, tmp_path) as proving:
         assert proving.verifier.request(proving.ids[1])
@@ -179,7 +179,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         assert _temporary_files() == begun
         assert proving.proofs() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
-        _wait_for_verifier()  # it starts again
+        _wait_for_verifier()  # the verification starts again
         assert not proving.verifier.request("video_unknown")
         assert proving.verifier.request(proving.ids[0])
         for id in proving.ids:

@@ -41,7 +41,7 @@ Answer = Callable[[BaseHTTPRequestHandler], object]
 class Receiver(ThreadingHTTPServer):
     """HTTP server that receives webhooks, and records the requests.
 
-    It responds with `answers` in order, and uses the last one for all further requests.
+    The server responds with `answers` in order. All further requests get the last answer.
     """
 
     daemon_threads = True
@@ -63,7 +63,7 @@ class Receiver(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: object) -> None:
-        """Ignore errors of a webhook's sender that disconnects, as a killed one does."""
+        """Ignore errors of a webhook's sender that disconnects, for example when killed."""
 
 
 class Request(BaseHTTPRequestHandler):
@@ -132,7 +132,7 @@ def callback(store: JobQueue, id: str) -> dict[str, Any]:
 
 
 def wait_tried(store: JobQueue, id: str) -> dict[str, Any]:
-    """Wait until a job's webhook is delivered or has failed; return what the API shows of it."""
+    """Wait until a job's webhook is delivered or has failed; return the webhook as in the API."""
 
     def is_noted() -> bool:
         return callback(store, id)["error"] or callback(store, id)["status"] == "delivered"
@@ -142,7 +142,7 @@ def wait_tried(store: JobQueue, id: str) -> dict[str, Any]:
 
 
 def deliver_once(store: JobQueue, url: str, *hosts: str) -> dict[str, Any]:
-    """Add a job with a webhook, try to deliver that once, and return what the API shows of it."""
+    """Add a job, try to deliver its webhook once, and return the webhook as the API shows it."""
     id = made(store, url)
     with sending(store, *hosts):
         return wait_tried(store, id)
@@ -396,7 +396,7 @@ def test_a_resolver_that_does_not_answer_delays_only_its_own_host(
 ) -> None:
     """A host whose name look-up hangs delays only its own webhooks.
 
-    Nothing waits for hanging look-ups, and only few of them run at a time.
+    Nothing waits for hanging look-ups, and only a few of them run at a time.
     """
     monkeypatch.setattr(webhooks, "ATTEMPT_SECONDS", 3.0)
     look_up, may_end, asked = socket.getaddrinfo, threading.Event(), list[str]()

@@ -89,7 +89,7 @@ def test_refused_backends_are_named_by_their_option(wan: Path) -> None:
         assert_error(answer, 2, words)
 
 
-# --- backends that do not repeat their bits ------------------------------------------------------
+# --- backends whose bits differ between calls ----------------------------------------------------
 
 
 def make_noisy(_: int) -> None:

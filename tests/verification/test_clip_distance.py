@@ -65,10 +65,10 @@ def test_the_frames_of_png_files_are_compared(
 def test_a_clip_of_a_pair_is_within_a_tolerance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clip of a CFG pair can be within a tolerance.
+    """A clip that a CFG pair made can be verified within a tolerance.
 
-    The pair makes the clip again with the recorded bits, and its tensors are compared with those of
-    diffusers.
+    The pair makes the clip again, with the recorded bits. The tensors of this second clip are
+    compared with those of diffusers.
     """
     monkeypatch.chdir(tmp_path)
     made = svdpp_here("run", PHOTO, *DEMO, *TINY, "--gpus", "2", "--cfg-parallel", "2", "-q")

@@ -1,4 +1,6 @@
-"""Finished clips on disk: search for clips and their images, and checks of the clips' files."""
+"""Tests of the search for finished clips and their images, and of the checks that find damaged or
+forged clip files.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def put_clip(
 ) -> Path:
     """Write a clip and its metadata as a run would; return the path of the metadata.
 
-    The metadata describe the frames of `seed` at crf 18, with `changes`. The file has `frames`
-    instead, if given, encoded at `crf`.
+    The metadata describe the frames of `seed` at crf 18, except for `changes`. The video file is
+    encoded at `crf`. If `frames` are given, the file has these frames, not those of `seed`.
     """
     pixels = frames_of(seed)
     size = {"height": 32, "width": 48, "num_frames": 3, "decode_chunk_size": 3}
@@ -161,8 +163,8 @@ def test_what_is_not_there_is_an_error(out: Path) -> None:
 
 
 def test_a_json_vouches_for_the_file_beside_it_alone(out: Path) -> None:
-    """A clip's JSON stands for the file beside it. A copied JSON does not lead to the original
-    video.
+    """A clip's JSON describes only the file beside it. A copy of the JSON in another folder does
+    not lead to the original video.
     """
     shutil.copy(out / "a.mp4.json", out / "b.mp4.json")
     assert read_clip(out / "b.mp4.json").path == out / "b.mp4"
@@ -227,9 +229,9 @@ def test_another_clip_in_the_place(format: VideoFormat, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_forgery_that_is_right_in_all_but_the_video(format: VideoFormat, tmp_path: Path) -> None:
-    """A forged file with the pixels of another clip is found.
+    """Verification reports a forged file with the pixels of another clip.
 
-    Its embedded metadata, its JSON and the file's hash agree.
+    The forged file's embedded metadata, JSON and hash agree.
     """
     other = _check(put_clip(tmp_path, "a", format, frames=frames_of(4)))
     short = _check(put_clip(tmp_path, "b", format, frames=frames_of(1)[:2]))
@@ -253,8 +255,9 @@ def test_a_file_that_cannot_be_played(tmp_path: Path) -> None:
 
 
 def test_an_encoder_of_another_version_is_told_by_its_distance(tmp_path: Path) -> None:
-    """A file from another encoder, with similar pixels, passes; the detail says how similar they
-    are.
+    """A file from another encoder, with similar pixels, passes.
+
+    The check's detail says how similar the pixels are.
     """
     check = _check(put_clip(tmp_path, "a", crf=24))
     assert check.equal, check
@@ -300,7 +303,10 @@ _LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
 def test_an_mp4_that_is_shown_otherwise(
     tmp_path: Path, before: tuple[str, ...], after: tuple[str, ...], words: str
 ) -> None:
-    """An mp4 that players show differently is found. Its pixels, metadata and hash are right."""
+    """Verification reports an mp4 that players do not show as the clip was made.
+
+    The mp4's pixels, metadata and hash are right.
+    """
     path = put_clip(tmp_path, "a")
     file, kept = tmp_path / "a.mp4", tmp_path / "kept.mp4"
     file.rename(kept)
@@ -316,7 +322,10 @@ def test_an_mp4_that_is_shown_otherwise(
 
 
 def test_an_mp4_for_other_eyes(tmp_path: Path) -> None:
-    """An mp4 with a stereo tag is found. Players show it in stereo, but ffmpeg ignores the tag."""
+    """Verification reports an mp4 with a stereo tag.
+
+    Players show such an mp4 in stereo, but ffmpeg ignores the tag.
+    """
     path = put_clip(tmp_path, "a")
     file, box = tmp_path / "a.mp4", b"\0\0\0\x0dst3d\0\0\0\0\2"
     data = bytearray(file.read_bytes())
@@ -367,7 +376,10 @@ def test_an_mp4_that_was_only_packed_and_named_otherwise(tmp_path: Path) -> None
 def test_a_change_of_one_place(
     tmp_path: Path, num_frames: int, size: int, place: Any, words: str
 ) -> None:
-    """A change of one frame or of a small area is found, although the mean is above 30 dB."""
+    """Verification reports a change of one frame or of a small area.
+
+    The mean PSNR of the whole clip is still above 30 dB.
+    """
     frames = np.full((num_frames, size, size, 3), 90, np.uint8)
     altered = frames.copy()
     altered[place] = 120 if num_frames == 24 else 170
@@ -395,8 +407,9 @@ def test_a_change_of_one_place(
 def test_frames_that_are_shown_otherwise(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    """PNG frames that viewers show differently are found, although pixels, metadata and hash are
-    right.
+    """Verification reports PNG frames that viewers do not show as the clip was made.
+
+    The frames' pixels, metadata and hash are right.
     """
     path = put_clip(tmp_path, "a", "frames")
     for file in sorted((tmp_path / "a").iterdir()):

@@ -142,7 +142,7 @@ _LTX_095_VAE = {
     **{"spatial_compression_ratio": 32, "temporal_compression_ratio": 8},
 }
 #: LTX-2 with learned registers and with rotary embeddings in double precision, as in the published
-#: one.
+#: model.
 _LTX2 = {
     "vae": {
         **{"block_out_channels": (8, 16), "layers_per_block": (1, 2, 1)},
@@ -256,7 +256,7 @@ _MINIMAX = {
     "scheduler": {"shift": 7.0},
     "audio_scheduler": {"shift": 2.0},
 }
-#: Cosmos 3 with the VAE of Wan 2.2 5B, as in the published one.
+#: Cosmos 3 with the VAE of Wan 2.2 5B, as in the published model.
 _COSMOS = {
     "vae": {
         **_wan_vae(12, dim_mult=[1, 2, 2, 2], base_dim=4, is_residual=True, patch_size=2),

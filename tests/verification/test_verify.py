@@ -267,7 +267,8 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 ) -> None:
     """Rank 0 of a launcher frees its memory before the reference starts.
 
-    Its process continues, and would keep the model and the allocator's cache on the device.
+    The process of rank 0 continues, and would keep the model and the allocator's cache on the
+    device.
     """
     dummy = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
     models: list[weakref.ref[DummyModel]] = []
@@ -283,7 +284,8 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (launcher | {"MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)  # of this process
+    # The test must not change the settings of its own process.
+    monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)
     monkeypatch.setattr("svdpp.worker.rank.load_rank_model", load_rank_model)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(models[0]() is None))
@@ -294,9 +296,9 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
 
 @pytest.mark.slow
 def test_a_planted_fault_is_caught_where_it_was_planted(tiny: PipelineConfig) -> None:
-    """A planted fault is found at its place.
+    """Verification reports the clip, step and rank of a planted fault.
 
-    Everything of the clip after it differs, nothing else.
+    All tensors of the clip after the fault differ. All other tensors are equal.
     """
     verdict = verify(tiny, REQUESTS, fault=Damage("skip", 0, 1), atol=1e-6, rtol=1e-6)
     first = verdict.first_difference
