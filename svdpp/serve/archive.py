@@ -98,8 +98,7 @@ class _Output:
 def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
     """Yield the bytes of an uncompressed zip of `members`, while their files are read.
 
-    Members are read one after the other, and their contents are not kept. Videos cannot be
-    compressed further.
+    Members are read one after the other, in small pieces. Videos cannot be compressed further.
     """
     output = _Output()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -157,7 +156,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
-    """Return `name`, or one such as `clip-2.mp4` if the zip has `name`; add it to `taken`.
+    """Return `name`, or a name such as `clip-2.mp4` if `name` is taken; add it to `taken`.
 
     Names that differ only in case count as equal.
     """

@@ -139,8 +139,8 @@ def read_keys(path: Path) -> Keys:
     """Return the owners of the API keys in a file. Each line is `NAME HASH`, perhaps with `open=N`.
 
     A name may have several keys, and so several lines. The last `open=N`, which sets
-    `Owner.max_open`, applies to all of them. Error messages do not quote lines, because a line may
-    contain a key.
+    `Owner.max_open`, applies to all keys of the name. Error messages do not quote lines, because a
+    line may contain a key.
 
     Raises:
         RequestError: The mode of the file gives access to other users.
@@ -157,7 +157,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Return the secrets for signing webhooks in a file, whose lines are `whsec_` and base64.
+    """Read the secrets for signing webhooks; each line of the file is `whsec_` and base64.
 
     Raises:
         RequestError: The mode of the file gives access to other users.
@@ -182,7 +182,7 @@ def _match_lines(
 
     Raises:
         RequestError: The mode of the file gives access to other users.
-        InputError: The file cannot be read, a line does not match, or the file has no such lines.
+        InputError: The file cannot be read, a line does not match, or the file has no entries.
     """
     file = f"{what} {str(path)!r}"
     content = read_small_file(path, what)

@@ -113,7 +113,7 @@ class BatchFiles:
         return path
 
     def remove(self, id: str, owner: Owner) -> None:
-        """Remove an uploaded file of batch lines; raise an `ApiError` if a batch still reads it.
+        """Remove an uploaded file of batch lines; raise an `ApiError` if it is still needed.
 
         Raises:
             ApiError: The owner has no such file, or a batch with this file is still `validating`.
@@ -134,6 +134,10 @@ class BatchFiles:
         self._table.remove_file(file.id)
 
     def remove_older(self, before: float) -> None:
-        """Remove files of batch lines stored before a unix time that no batch still reads."""
+        """Remove the files that no batch still reads, and that are older than `before`.
+
+        Args:
+            before: Unix time in seconds.
+        """
         for file in self._table.files_before(before):
             self.discard(file)

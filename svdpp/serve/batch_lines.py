@@ -69,7 +69,7 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add the faults of one line: each entry of `error.details["faults"]`, or else the error.
+        """Add the faults of one line: `error.details["faults"]`, or else `error` itself.
 
         Args:
             line: Number of the line, from 1.
@@ -196,7 +196,7 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 
 
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of each line of a batch's file that is not empty.
+    """Yield number and bytes of each line of a batch's file, except empty lines.
 
     A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes: `_parse_line` reports it.
     """
@@ -254,10 +254,10 @@ def _custom_id_in(text: bytes) -> str | None:
 
 
 def line_fault(error: SvdppError) -> ApiError:
-    """Convert an error to the API's error about a batch's line; raise an error of the server.
+    """Convert an error that a batch's line caused to an `ApiError`; raise any other error again.
 
     Raises:
-        SvdppError: `error` itself, if the line is not the cause, but the server.
+        SvdppError: `error` itself, if the server is the cause, and not the line.
     """
     fault = to_api_error(error)
     if fault.status >= 500:

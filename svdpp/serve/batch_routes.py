@@ -182,7 +182,7 @@ def delete_file(id: str, service: ServiceDep, owner: OwnerDep) -> DeletedFile:
 
 
 def _find_results(service: Service, id: str, owner: Owner) -> tuple[Batch, bool] | None:
-    """Return the batch to which a file of results belongs, and whether it is the error file.
+    """Return the batch that a results file belongs to, and whether the file is the error file.
 
     Returns:
         Batch and boolean; None: the id is not that of a file with results.

@@ -31,7 +31,7 @@ class BatchState(StrEnum):
     IN_PROGRESS = "in_progress"
     """State after all lines have become jobs. The jobs may have any state."""
     FAILED = "failed"
-    """State after a fault in a line was found. No further line becomes a job."""
+    """State of a batch with a fault in a line. No further line becomes a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class BatchTable:
     # --- files with the lines of batches ----------------------------------------------------------
 
     def add_file(self, file: BatchFile, max_bytes: int) -> None:
-        """Store the row of an uploaded file of batch lines. Its content has to be stored before.
+        """Store the row of an uploaded file of batch lines. The content must be stored first.
 
         Args:
             file: File to add.
@@ -228,7 +228,7 @@ class BatchTable:
     # --- changes of batches -----------------------------------------------------------------------
 
     def add(self, batch: Batch, max_open: int, max_open_of_owner: int | None) -> Batch:
-        """Store and return a new batch, or return the owner's one with the same idempotency key.
+        """Store and return a new batch, or return the owner's batch with the same idempotency key.
 
         A line of a batch is open until its job has ended.
 

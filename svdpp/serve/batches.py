@@ -173,7 +173,7 @@ class Batches:
         except QueueFullError as error:
             raise _full_error(error.details) from error
         finally:
-            # The file was stored by this request, and nobody needs it if the batch was not stored.
+            # This request stored the file, and nobody needs the file if the batch was not stored.
             if input_file_id is None and not self._is_stored(batch):
                 with suppress(OutputError):
                     self.files.discard(file)
@@ -395,8 +395,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._request_files.save(line.request, line.job, uploads, decoded)
-            # The images were checked before, perhaps by an earlier server process. One of them can
-            # no longer be decoded.
+            # The images were checked before, perhaps by an earlier server process. But one image
+            # can no longer be decoded.
             except SvdppError as error:
                 faults.add(line.number, line.custom_id, line_fault(error))
                 return
@@ -410,7 +410,7 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish batch cancellations of killed servers; remove old files and empty batches."""
+        """Finish cancellations that killed servers began; remove old files and empty batches."""
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf

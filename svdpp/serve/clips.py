@@ -250,7 +250,7 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Upload new latent checkpoints to the store, and delete those removed from the folder.
+        """Copy new latent checkpoints to the store; delete stored ones without a local file.
 
         Raises:
             StorageUnavailableError: The store does not answer.

@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
-# Number of latest clips whose jobs are remembered: far more than the ranks work on at the same
-# time.
+# Number of latest clips whose jobs are remembered. It is far larger than the number of clips that
+# the ranks make at the same time.
 _MAX_RECENT_JOBS = 1000
 # Assumed seconds per pixel to prepare an image, until a time is measured.
 _SECONDS_PER_PIXEL = 6e-8
@@ -158,7 +158,7 @@ class Dispatcher:
         return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
-        """Return the number of a job's finished denoising steps; 0 if the ranks do not have it."""
+        """Return the number of a job's finished denoising steps; 0 if the ranks lack the clip."""
         clip = self.get(job_id)
         return 0 if clip is None else clip.progress.steps_done
 
@@ -177,7 +177,7 @@ class Dispatcher:
 
     @property
     def has_work(self) -> bool:
-        """Whether `run_once` has results to record, cancels to forward, or may claim a job now."""
+        """Whether `run_once` can record results, forward cancellations, or claim a job now."""
         return bool(self._done or self._to_cancel) or self._can_claim
 
     @property
@@ -201,7 +201,7 @@ class Dispatcher:
         self.preparing = None
 
     def run_once(self, pipeline: Pipeline) -> None:
-        """Record results, forward cancels to the ranks, and submit claimed jobs to the pipeline."""
+        """Record results, forward cancellations to ranks, and submit claimed jobs to `pipeline`."""
         self.record_results()
         self._forward_cancellations()
         self._check_storage()
@@ -238,8 +238,8 @@ class Dispatcher:
 
     def _start(self, pipeline: Pipeline, job: Job) -> None:
         """Submit a claimed job to the ranks, or let the ranks prepare its large image first."""
-        # If the clip is still running, it belongs to an earlier claim of the job, which this server
-        # has lost. It is cancelled, and the job goes back to the queue.
+        # A clip that is still running belongs to an earlier claim of the job, which this server has
+        # lost. The clip is cancelled, and the job goes back to the queue.
         if (running := self.get(job.id)) is not None:
             self.revoke([(job.id, running.job.fencing_token)])
             self._requeue(job)
@@ -381,8 +381,9 @@ class Dispatcher:
 
         Args:
             error: Error that has ended the ranks.
-            blamed: Ids of the jobs that ranks worked on when they died. This counts as a failed
-                attempt. A job with `MAX_ATTEMPTS` failed attempts fails, and is not requeued.
+            blamed: Ids of the jobs that ranks worked on when they died. The death of a rank counts
+                as a failed attempt of such a job. A job with `MAX_ATTEMPTS` failed attempts fails,
+                and is not requeued.
         """
         message = f"the ranks died {MAX_ATTEMPTS} times during this clip; the last time: {error}"
         hint, details = getattr(error, "hint", ""), getattr(error, "details", {})

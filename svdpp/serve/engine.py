@@ -44,8 +44,9 @@ class Engine:
     """Thread that makes the queued clips on ranks, and restarts the ranks after one has died.
 
     A rank that dies ends the pipeline. The unfinished clips go back to the queue, and continue from
-    their latent checkpoints in the next pipeline. The death counts as an attempt of the clip during
-    which the rank died; at the second such death, the clip fails. Any thread may call any method.
+    their latent checkpoints in the next pipeline. The death counts as a failed attempt of the clip
+    that the rank worked on. After a second failed attempt, the clip fails. Any thread may call any
+    method.
 
     Args:
         config: Configuration of the pipeline; the engine resolves it.
@@ -239,9 +240,9 @@ class Engine:
                 logger.exception("an observer failed")
 
     def _find_blamed(self, error: BaseException) -> set[str]:
-        """Return the ids of the jobs to blame for a rank's death: its last job, or all if unknown.
+        """Return the ids of the jobs to blame for a rank's death: usually the rank's last job.
 
-        If this job is unknown, return the ids of all jobs that ranks have begun.
+        If this job is unknown, all jobs that ranks have begun are blamed.
         """
         rank = error.details.get("rank") if isinstance(error, SvdppError) else None
         job_id = (
@@ -330,7 +331,7 @@ class RankMonitor:
             self._ranks = [_RankState() for _ in self._ranks]
 
     def add(self, rank: int, event: Event) -> None:
-        """Update a rank's current action, sample and spans from an event that it reported."""
+        """Update a rank's current action, sample and spans from an event that the rank reported."""
         with self._lock:
             state = self._ranks[rank]
             match event:
@@ -357,7 +358,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the time span of a rank's action; empty if the web page does not show its kind.
+        """Return the time span of a rank's action; empty if the web page does not show this kind.
 
         Args:
             rank: Rank that ran the action.

@@ -41,8 +41,8 @@ _LISTEN_SECONDS = 0.5
 # Mean number of free servers that a new job wakes in a large fleet. If none of the woken servers
 # claims the job, the job waits until a free server next polls the queue.
 _MAX_WOKEN = 16
-# Mean number of servers in a large fleet that read the list of servers and requeue jobs with
-# expired claims, between two renewals. The other servers leave this to them.
+# Mean number of servers in a large fleet that read the list of servers, and requeue jobs with
+# expired claims, at each renewal. The other servers skip this work, to limit the database's load.
 _MAX_REFRESHING = 64
 # Numbers of latest measurements from which ETAs are computed: the first for encoding, decoding and
 # writing, the second for denoising steps. The numbers are small, so that ETAs soon follow a change
@@ -100,8 +100,8 @@ class _WorkRates:
 class EtaEstimator:
     """Estimator of queue positions and ETAs, from the median times of this server's latest work.
 
-    A waiting clip begins after the clips that are ahead of it. Their work is divided among the
-    ranks of all servers for this model. All servers are assumed to be as fast as this one.
+    A waiting clip begins after the clips that are ahead of it. The work of those clips is divided
+    among the ranks of all servers for this model. Each server is assumed to be as fast as this one.
 
     The pipeline calls an instance with each event of a rank. Any thread may call the other methods.
 
@@ -185,7 +185,7 @@ class EtaEstimator:
 
     def _estimate_all(self) -> dict[str, Estimate]:
         # The waiting jobs are read before the running clips, so that a job that is claimed in
-        # between is in both lists. In the other order it could be in neither.
+        # between is in both lists. In the opposite order, both lists could lack the job.
         waiting = self._queue.waiting()
         clips, preparing = self._dispatcher.clips(), self._dispatcher.preparing
         rates = self._rates()
@@ -248,7 +248,7 @@ class EtaEstimator:
     def _rates(self) -> _WorkRates | None:
         """Return this server's median seconds per pixel of an encode, step, decode and write.
 
-        None: no step has been timed yet.
+        The result is None until this server has timed a denoising step.
         """
         if not self._samples["step"]:
             return None
@@ -264,7 +264,7 @@ def _volume(sampling: SamplingConfig) -> int:
 
 
 class Fleet:
-    """Servers that share a queue: this server, and what it knows of the others.
+    """Servers that share a queue: this server, and the last reports of the other servers.
 
     If the queue is not shared, this server is the only one.
     """
@@ -283,8 +283,9 @@ class Fleet:
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
         # Before this time, no job with an expired claim is requeued. After an outage of the queue,
-        # the claims of all servers may have expired, so each server gets one lease to renew them.
-        # The start of this server counts as an outage, because it may follow one.
+        # the claims of all servers may have expired, so each server gets the time of one lease to
+        # renew its claims. The start of this server counts as an outage, because an outage may
+        # have just ended.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the claims of this server cannot be renewed"
         self.thread = PeriodicThread(
@@ -295,7 +296,7 @@ class Fleet:
     def servers(self) -> list[dict[str, Any]]:
         """Return descriptions of the queue's servers: this one, then the others' last reports.
 
-        `seen_seconds` in each description is its age in seconds.
+        `seen_seconds` in each description is the age of the description in seconds.
         """
         return [self._describe_self(), *self._peers]
 

@@ -190,7 +190,7 @@ def job_to_row(job: Job) -> dict[str, Any]:
     values = {name: getattr(job, name) for name in _FIELDS}
     values |= {name: to_json_column(values[name]) for name in _JSON_FIELDS}
     sampling = asdict(job.sampling)
-    # earlier versions of svdpp cannot read rows with these parameters, so unset ones are left out
+    # earlier versions of svdpp cannot read these parameters, so unset parameters are left out
     for name in ("has_last_image", "num_references"):
         if not getattr(job.sampling, name):
             sampling.pop(name, None)
@@ -348,7 +348,7 @@ INDEXES: dict[str, str] = {
 }
 # SQL statements that upgrade the tables to each version from the version before. They only add
 # tables, indexes, and columns with defaults. So servers of the version before continue to work
-# while others are upgraded.
+# while other servers are upgraded.
 _ADDED: dict[int, str] = {
     9: """
 ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;

@@ -100,7 +100,7 @@ class LoraCatalog:
 
 
 def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) -> None:
-    """Raise an `ApiError` unless a LoRA's name exists and stands for one file only."""
+    """Raise a `RequestError` unless a LoRA's name exists and stands for one file only."""
     known = sorted(hashes)
     details = {"field": "loras", "name": name[:60]}
     if name not in hashes:

@@ -76,7 +76,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     ),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU in watts."),
 }
-# Number of ETA errors that are kept: the latest ones. The page shows their median.
+# Number of latest ETA errors in memory. The page shows the median of these errors.
 _KEPT_ERRORS = 1000
 
 
@@ -90,7 +90,7 @@ class Metrics(Collector):
         engine: Engine whose state and restarts are read at each scrape.
         num_streams: Function that returns the number of open event streams and archives.
         servers: Function that returns the servers of the queue, as `Fleet.servers` does.
-        num_open_lines: Function that returns the number of lines of batches that have not ended.
+        num_open_lines: Function that returns the number of batch lines whose jobs have not ended.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Metrics(Collector):
         self._counters["rank_seconds"].labels(rank, state).inc(max(0.0, seconds))
 
     def count_final_job(self, job: Job) -> None:
-        """Count an ended job by state; of a completed one, record duration and error of the ETA."""
+        """Count an ended job by state; if it is completed, record its duration and ETA error."""
         self._counters["clips"].labels(job.state).inc()
         if job.state is not JobState.COMPLETED or job.finished_at is None:
             return
@@ -187,7 +187,7 @@ class Metrics(Collector):
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:
-        """Count a finished verification of a clip, by its result; remember whether any differed."""
+        """Count a finished verification of a clip, by result; remember if any clip differed."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 

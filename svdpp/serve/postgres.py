@@ -54,7 +54,7 @@ _NETWORK: dict[str, Any] = {
     "application_name": "svdpp",
 }
 # Errors after which the connection is replaced. InternalError is raised if a change is sent to a
-# server that has become read-only. A new connection is needed to reach a server that is not.
+# database server that has become read-only. A new connection may reach a server that takes changes.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
 # URL of a database. Special characters in user and password must be percent-encoded.
@@ -106,7 +106,7 @@ class PostgresBackend:
         url: URL of the database.
         store: Files that all servers of the queue share.
         adopts: Whether the store may hold files that do not belong to the queue; such files are
-            left alone.
+            not changed.
     """
 
     # Each entry is a locking clause and the name of an advisory lock. A claim locks the rows of a
@@ -211,7 +211,7 @@ class PostgresBackend:
     def lock(self, name: str, *, waits: bool = False) -> Iterator[bool]:
         """Take a PostgreSQL advisory lock for the `with` block; yield whether this server has it.
 
-        If the connection ends, so does the lock.
+        If the connection ends, the lock ends, too.
 
         Args:
             name: Name of the lock.
@@ -320,7 +320,7 @@ class PostgresBackend:
     ) -> psycopg.Cursor[Any]:
         """Run an SQL statement; if the connection has ended, run it again on a new connection.
 
-        The statement must have the same effect if it runs twice.
+        A statement that runs twice must have the same effect as one that runs once.
         """
         if (connection := self._open.get(use)) is not None:
             try:

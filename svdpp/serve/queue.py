@@ -73,7 +73,7 @@ _TOO_MANY_EXPIRED = RankError(
 class QueueFullError(SvdppError):
     """Error for a job that is rejected because the queue, or an owner's share of it, is full.
 
-    Its `details` are `open` and `limit`, and `owner` if the limit applies to one owner.
+    The error's details have `open`, `limit`, and `owner` if the limit applies to one owner.
     """
 
 
@@ -116,7 +116,7 @@ class JobQueue(JobQueries):
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.incompatible_reason: Callable[[Job], str | None] = lambda _: None
         """Function that returns why this server's ranks cannot make a job, or None if they can."""
-        # Job ids and tokens of this server's open claims, except claims that it is ending now.
+        # Job ids and tokens of this server's open claims, except claims that the server is ending.
         self._claims: set[tuple[str, int]] = set()
         # Ids of clips that threads of this server have locked. This set is needed, because an
         # advisory lock of PostgreSQL does not exclude other threads with the same connection.
@@ -198,7 +198,7 @@ class JobQueue(JobQueries):
         *,
         until: float = math.inf,
     ) -> Job:
-        """Store and return a new job, or return the owner's one with the same idempotency key.
+        """Store and return a new job, or return the owner's job with the same idempotency key.
 
         Args:
             job: New job.
@@ -523,16 +523,16 @@ class JobQueue(JobQueries):
             return [], []
         columns = zip(*((id, token, step_of(id)) for id, token in claims), strict=True)
         rows = self.backend.fetch_all(sql.RENEW, self.lease_seconds, *map(list, columns))
-        # Lost claims are forgotten only after the query, so that the next call finds them if the
-        # query fails.
+        # Lost claims are forgotten only after the query. If the query fails, the next call reports
+        # the lost claims.
         unrenewed = self._claims & (set(claims) - {(id, token) for id, token, _ in rows})
         self._claims -= unrenewed
         return list(unrenewed), [id for id, _, is_cancelled in rows if is_cancelled]
 
     def release(self) -> None:
-        """Requeue all jobs that this server has claimed, and remove it from the list of servers."""
+        """Requeue all jobs that this server has claimed; remove its row from `servers`."""
         # The claims are read from the database. `_claims` may lack one: if the connection fails
-        # during a claim, the database may have stored it, although this server got no response.
+        # during a claim, the database may have stored the claim, but the response was lost.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)

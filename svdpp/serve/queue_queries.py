@@ -194,9 +194,9 @@ class JobQueries:
         return {state: numbers.get(str(state), 0) for state in JobState}
 
     def num_open(self) -> int:
-        """Return the number of jobs in progress plus queued jobs that this server can make.
+        """Return the number of open jobs outside batches.
 
-        Jobs that belong to batches do not count.
+        Open jobs are in progress, or are queued and runnable on this server.
         """
         is_open, values = self._open
         query = f"SELECT count(*) FROM jobs WHERE {is_open} AND batch_id IS NULL"

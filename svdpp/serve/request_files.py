@@ -41,6 +41,8 @@ class RequestFiles:
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
+            DecoderBusyError: No decoder could start in time.
+            OutputError: A file cannot be written, or the store does not answer.
         """
         for field_name, upload in request.files.items():
             name, frames = sanitize_filename(upload.filename), _video_frames(job, field_name)
@@ -81,6 +83,7 @@ class RequestFiles:
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
+            DecoderBusyError: No decoder could start in time.
             OutputError: A file cannot be stored.
         """
         values: dict[str, Any] = {"further_inputs": {}}

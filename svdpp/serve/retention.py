@@ -1,8 +1,8 @@
 """Retention: removes jobs by age and total size, and files that no job needs.
 
 A job's files are removed before its row in the database. If the server is killed in between, the
-row remains, and a later call removes the job. So removal never leaves a clip without a row. If such
-a clip is found, a part of the queue was lost, and the clip is kept.
+row remains, and a later call removes the job. So removal never leaves a clip without a row. A clip
+without a row shows that a part of the queue was lost, so the clip is not removed.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def remove_job(queue: JobQueue, id: str) -> bool:
     with store.errors():
         for path in [*clips, *metadata, *job.upload_paths(folder)]:
             store.remove(path)
-    # Files also look missing if the disk is not mounted; then `check` raises an error.
+    # The files also look missing if the disk is not mounted. `check` raises an error in this case.
     store.check()
     if is_removed := queue.remove(id):
         logger.info("{} is removed", id)
@@ -107,7 +107,7 @@ def bytes_by_job(queue: JobQueue) -> Counter[str]:
 def remove_orphans(
     queue: JobQueue, before: FileSnapshot, in_use: Collection[str] = ()
 ) -> FileSnapshot:
-    """Remove files in folder and store that no job needs, and that the last call found already.
+    """Remove files that no job needs, if the previous call returned them as unneeded already.
 
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since

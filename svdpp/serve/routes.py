@@ -323,7 +323,7 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of a zip of clips. Meanwhile, it counts as an open stream of its owner.
+    """Yield the bytes of a zip of clips. Until the end, the zip counts as a stream of its owner.
 
     Args:
         service: Service of the server.
@@ -427,7 +427,9 @@ def verify_video(id: str, service: ServiceDep, owner: OwnerDep) -> Video:
 
 
 def _check_streams(service: Service, owner: Owner) -> None:
-    """Raise an `ApiError` if too many event streams and archives are open, of an owner or in all.
+    """Raise an `ApiError` if an owner, or all owners together, have too many open streams.
+
+    Event streams and archives count as streams.
 
     Raises:
         ApiError: `MAX_STREAMS` or `MAX_STREAMS_OF_KEY` is reached.

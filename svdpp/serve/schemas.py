@@ -489,7 +489,7 @@ class ApiError(SvdppError):
         status: HTTP status.
         code: Identifier for programs, such as `queue_full`.
         message: One sentence that says what is wrong.
-        hint: Fix for the client; "": no fix.
+        hint: Advice for the client; "": no advice.
         retry: Seconds after which the same request may succeed (Retry-After); None: never.
         headers: Further headers of the response.
         details: Values for programs, by name.
@@ -571,7 +571,7 @@ def invalid_request(faults: Iterable[Mapping[str, Any]], hint: str = "") -> ApiE
 
     Args:
         faults: Entries of pydantic's `errors()`.
-        hint: Fix for the client; "": no fix.
+        hint: Advice for the client; "": no advice.
     """
     reported = [
         {"field": ".".join(map(str, fault["loc"])) or "body", "reason": describe_fault(fault)}
@@ -599,7 +599,7 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    # The first part of a location, such as "query" or "path", is dropped.
+    # The first part of a fault's location, such as "query" or "path", is dropped.
     located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     return error_response(invalid_request(located))
 

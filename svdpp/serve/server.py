@@ -55,7 +55,7 @@ _SWEEP_SECONDS = 60.0
 # Maximum seconds to wait for the end of each thread, which may hang in a call to the store.
 _END_SECONDS = 30.0
 # Python's thread switch interval in seconds, set to a short value. A request passes between threads
-# several times. Each time, it waits this long if another thread is computing, for example ETAs.
+# several times. Each time, the request waits this long if another thread is busy, e.g. with ETAs.
 _SWITCH_SECONDS = 0.0005
 
 
@@ -228,7 +228,7 @@ class Server:
             self._http.should_exit = True
 
     def _report_ready(self) -> None:
-        """Call `on_ready` once the ranks are ready. Its errors do not stop the server."""
+        """Call `on_ready` once the ranks are ready. Errors of `on_ready` do not stop the server."""
         try:
             self._on_ready()
         except Exception as error:

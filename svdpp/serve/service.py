@@ -222,7 +222,10 @@ class Service:
 
         Raises:
             ApiError: The server accepts no jobs now, or does not make such clips.
-            RequestError: A parameter or an input does not fit the model.
+            RequestError: A parameter or an input does not fit the model, or the idempotency key was
+                used for another request.
+            InputError: A file cannot be decoded, or exceeds a limit.
+            DecoderBusyError: No decoder could start in time.
             OutOfMemoryError: The clip needs more memory than a device has.
             OutputError: The queue or the files cannot be reached.
         """
@@ -263,7 +266,8 @@ class Service:
                 the same names. None: nothing is replaced.
 
         Raises:
-            ApiError: The server does not make such clips.
+            ApiError: The server does not make such clips, or sends no webhooks to the requested
+                host.
             RequestError: A parameter or an input does not fit the model.
             OutOfMemoryError: The clip needs more memory than a device has.
         """

@@ -1,11 +1,11 @@
 """SQLite backend of the queue, for a single server.
 
 The queue uses the same SQL for SQLite and PostgreSQL: `?` is a placeholder for a value, and
-`clock()` is the unix time. In PostgreSQL it is read from the database's clock, because the clocks
+`clock()` is the unix time. In PostgreSQL, `clock()` reads the database's clock, because the clocks
 of the servers may differ.
 
-A full disk must not keep clients from removing clips, which frees space. A file therefore reserves
-some space, and is removed once the disk is full, so that changes of the queue still fit.
+Clients must be able to free space on a full disk by removing clips, which changes the queue. So a
+file reserves some space, and is removed once the disk is full, so that changes of the queue fit.
 """
 
 from __future__ import annotations
@@ -270,7 +270,7 @@ class SqliteBackend:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            # If the file is gone, the error is reported as such, whatever SQLite says.
+            # If the file is gone, the raised error says so, whatever SQLite's error is.
             if self._opened_as and not self.is_there:
                 raise self._unavailable() from error
             hint = "check that the disk has space and that this user may write to the file"
@@ -294,7 +294,7 @@ class SqliteBackend:
 
 @contextlib.contextmanager
 def _acquired(lock: threading.Lock, seconds: float) -> Iterator[None]:
-    """Hold a thread lock in the `with` block; raise SQLITE_BUSY if others keep it too long."""
+    """Hold a thread lock in the `with` block; raise SQLITE_BUSY after a timeout."""
     if not lock.acquire(timeout=seconds):
         error = sqlite3.OperationalError("other threads have used it for too long")
         error.sqlite_errorcode = sqlite3.SQLITE_BUSY

@@ -184,14 +184,17 @@ class FileStore:
         return {name[start:]: (info["size"], _object_time(info)) for name, info in found.items()}
 
     def files(self) -> dict[str, tuple[int, float]]:
-        """Return bytes and unix time of each file of the jobs, in the bucket or else the folder.
+        """Return size in bytes and time of change of each file of the jobs, by the file's name.
 
-        The names are such as `clips/x.mp4`.
+        Without a bucket, these are the files in the folder. The names are such as `clips/x.mp4`,
+        and the times are unix times.
         """
         return self.objects() if self.is_remote else self.local_files()
 
     def local_files(self) -> dict[str, tuple[int, float]]:
-        """Return bytes and unix time of each file of the jobs in the data folder, by its name.
+        """Return size in bytes and time of change of each file of the jobs in the data folder.
+
+        The files are listed by name, such as `clips/x.mp4`. The times are unix times.
 
         Raises:
             OutputError: The folder cannot be read.

@@ -53,5 +53,8 @@ class SubscriberCounts:
             self.by_owner[owner] -= 1
 
     async def wait(self) -> None:
-        """Wait until a client that follows a job may query it again; longer with more clients."""
+        """Sleep until the server may read the queue again for a client that follows a job.
+
+        The more clients follow jobs, the longer the sleep.
+        """
         await asyncio.sleep(max(_LOOK_SECONDS, self.total / _LOOKS_PER_SECOND))

@@ -233,7 +233,8 @@ class UploadStore:
             decoded: Results of earlier calls, by content, so that equal files are decoded once.
 
         Raises:
-            InputError: The file cannot be decoded.
+            InputError: The file cannot be decoded, or exceeds a limit.
+            DecoderBusyError: No decoder could start in time.
             OutputError: The file cannot be written.
         """
         upload = self._folder / f".upload-{id}-{secrets.token_hex(4)}"
@@ -335,8 +336,8 @@ def _run_decoder(upload: Path, name: str, video_frames: int, max_pixels: int) ->
 def _decoder_error(text: str, upload: Path, name: str) -> InputError:
     """Return the error that a decoder process has reported, with the file name from the client.
 
-    A malicious file could have forged the error. So only details that are numbers or texts are
-    kept.
+    A malicious file could have forged the error. So details that are neither numbers nor texts are
+    dropped.
     """
     try:
         record = json.loads(text)
@@ -375,7 +376,7 @@ def main(path: str, *numbers: str) -> None:
 
     Args:
         path: File to decode.
-        numbers: Six integers: process id of the server, with which this process ends; number of
+        numbers: Six integers: process id of the server, at whose end this process ends; number of
             frames that a clip uses of a video, 0 for an image; maximum pixels; maximum bytes of
             address space; maximum seconds of CPU time, after which the kernel sends SIGXCPU; and
             maximum scans of a JPEG.

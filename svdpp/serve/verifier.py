@@ -47,7 +47,7 @@ class Verifier:
     """Thread that verifies finished clips while the ranks are idle. Any thread may call any method.
 
     One clip is verified at a time. Requested verifications go first, and their owners take turns.
-    If the ranks get work during a verification, it is stopped, and repeated later.
+    If the ranks get work during a verification, the verification is stopped, and repeated later.
 
     Args:
         queue: Queue with the jobs of the clips.
@@ -118,10 +118,10 @@ class Verifier:
         ]
 
     def _verify(self, id: str) -> bool:
-        """Verify a clip in a process, unless the ranks have work; return whether it was begun.
+        """Verify a clip in a process, unless the ranks have work.
 
         Returns:
-            Whether a verification was begun. False if the ranks have work, or another server is
+            Whether the verification was begun. False if the ranks have work, or another server is
             verifying or has verified the clip.
         """
         if not self._is_idle():

@@ -182,7 +182,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address for an attempt to send a webhook: the next of the host's ones.
+        """Return the IP address of a webhook's host for an attempt: each attempt gets the next one.
 
         Raises:
             RequestError: The host name has an address that is not public.
@@ -202,6 +202,7 @@ class Webhooks:
 
         Raises:
             OSError: The host name has no address.
+            UnicodeError: The host name cannot be encoded for DNS.
             RequestError: Too many earlier lookups of the host name are still in progress.
         """
         if self._lookups[host] >= _MAX_LOOKUPS:
