@@ -228,9 +228,9 @@ class PacketMetadata:
                 raise mismatch(f"bytes {where}", "bytes", found, declared)
 
     def packet(self, payload: torch.Tensor) -> Packet:
-        """Build the received packet from its payload, with copies of the tensors.
+        """Build the received packet from its payload.
 
-        Views of the payload could be misaligned.
+        The tensors are copied from the payload, because views of the payload could be misaligned.
 
         Args:
             payload: Payload as uint8 of shape (bytes,), with as many bytes as `check` was given.

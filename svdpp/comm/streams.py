@@ -65,7 +65,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class SideStream:
-    """CUDA stream for copies, which runs beside the stream that denoises. One thread uses it."""
+    """CUDA stream for the copies of one thread, which runs beside the stream that denoises."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -183,11 +183,11 @@ class AsyncFlag:
         return self._host is None or bool(self._host)
 
     def seconds_since(self, before: AsyncFlag) -> float:
-        """Return the seconds from the time stamp of an `AsyncFlag`, `before`, to this one's.
+        """Return the seconds from the time stamp of the flag `before` to that of this `AsyncFlag`.
 
         Args:
-            before: Earlier time stamp of the same device. The device must already have recorded
-                both time stamps; see `wait`.
+            before: Flag of the same device, with an earlier time stamp. The device must already
+                have recorded both time stamps; see `wait`.
         """
         if self._event is not None and before._event is not None:
             return float(before._event.elapsed_time(self._event)) / 1000

@@ -52,9 +52,9 @@ from svdpp.errors import (
 
 _Result = TypeVar("_Result")
 
-#: Timeout of the process group, which is longer than any run. Stalled ranks are found by their
-#: missing heartbeats: a timeout would name the rank that waits, and not the stalled rank. And with
-#: a shorter timeout, gloo would close the connection to a rank that computes for that long.
+#: Timeout of the process group, which is longer than any run. Stalled ranks are detected by missing
+#: heartbeats: a timeout would name the rank that waits, and not the stalled rank. And with a
+#: shorter timeout, gloo would close the connection to a rank that computes for that long.
 GROUP_TIMEOUT = timedelta(days=7)
 
 # Clip index in the packets that open links; no real clip has this index.
@@ -219,8 +219,8 @@ class Transport:
     def drain(self) -> None:
         """Wait until the memory of all sent packets may be reused.
 
-        The process must still not end after this call, because NCCL's buffers may hold bytes that
-        have not been sent.
+        The process must not end right after this call, because NCCL's buffers may still hold bytes
+        that have not been sent.
 
         Raises:
             TransportError: A packet could not be sent.
@@ -384,7 +384,7 @@ class _Link:
         return future
 
     def _unless_failed(self, work: Callable[[], _Result]) -> _Result:
-        """Run one transfer's work; raise an error instead if an earlier one on this link failed."""
+        """Run one transfer's work, or raise an error if an earlier transfer on this link failed."""
         if self._failure is not None:
             kind: type[RankError] = BrokenLinkError
             if isinstance(self._failure, TransportError):

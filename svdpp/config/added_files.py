@@ -57,7 +57,7 @@ def parse_denoiser(text: str) -> Denoiser:
 
     Args:
         text: Path of a GGUF file. In a model with two denoisers, `:high` or `:low` at the end of
-            the path says which of them the file replaces, such as `a.gguf:low`.
+            the path says which denoiser the file replaces, such as `a.gguf:low`.
     """
     for expert in ("high", "low"):
         if text.endswith(f":{expert}"):

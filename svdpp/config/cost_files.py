@@ -16,7 +16,7 @@ _COSTS_BYTES = 2**26
 
 
 def find_costs(name_or_path: str) -> CostModel:
-    """Return the cost model of the preset with a name, or read a file if there is no such preset.
+    """Return the cost model of a preset, or of a costs file if no preset has the name.
 
     Args:
         name_or_path: One of `PRESETS`, or the path of a costs file.

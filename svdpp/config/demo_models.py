@@ -11,9 +11,10 @@ _COLOURS = ("red", "green", "blue", "yellow", "orange", "purple", "white", "blac
 
 @dataclass(frozen=True, kw_only=True)
 class DemoModel:
-    """Small trained checkpoint in `svdpp/assets`. A README in its folder states origin and limits.
+    """Small trained checkpoint that is included in `svdpp/assets`.
 
-    A demo model shows how svdpp works; it is not a small version of a real model.
+    The README in the checkpoint's folder states the checkpoint's origin and limits. A demo model
+    shows how svdpp works; it is not a small version of a real model.
     """
 
     folder: str

@@ -170,9 +170,9 @@ def is_number(value: Any) -> bool:
 
 
 def detail_value(value: Any) -> Any:
-    """Convert a value for an error's `details`, which are JSON: a number, a bool, None or a text.
+    """Return a value for an error's `details`: unchanged if JSON can hold it, else as a text.
 
-    Values of any other type are converted to text.
+    None, bools and finite numbers below 2^63 are unchanged.
     """
     is_plain = value is None or isinstance(value, bool) or is_number(value)
     return value if is_plain and abs(value or 0) < 2**63 else shown(value)

@@ -22,7 +22,7 @@ from svdpp.errors import RequestError, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class Lora(AddedFile):
-    """Requested LoRA: its file, and the weight by which it is scaled when it is added."""
+    """Requested LoRA: its file, and the weight that scales the LoRA's change of the denoiser."""
 
     config_field, noun, suffix = "loras", "LoRA", ".safetensors"
 
@@ -117,8 +117,8 @@ def _parse_text(text: str) -> Lora:
 def ordered_by_loras(loras: Iterable[tuple[Lora, ...]]) -> list[int]:
     """Return the indices of clips, ordered so that clips with equal LoRAs follow each other.
 
-    In this order, ranks load each set of LoRAs only once. A set of LoRAs takes the place of its
-    first clip. The order of the clips with one set does not change.
+    In this order, ranks load each set of LoRAs only once. The sets are in the order of their first
+    clips. Clips with the same set keep their order.
 
     Args:
         loras: LoRAs of each clip.

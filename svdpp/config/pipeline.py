@@ -72,7 +72,8 @@ def amp_error() -> RequestError:
 class LatentSpec:
     """Shape and dtype of the latent that a rank expects to receive from another rank.
 
-    Both depend on the sampling parameters and on the step; see `EngineModel.latent_spec`.
+    Shape and dtype depend on the sampling parameters and on the step; see
+    `EngineModel.latent_spec`.
 
     Raises:
         RequestError: The number of axes of `shape` differs from that of `dims`, a size is below 1,
@@ -139,8 +140,8 @@ class ModelConfig:
     may also name LoRAs that are not in this list; they are checked when the request is
     submitted."""
     denoisers: tuple[Denoiser, ...] = ()
-    """GGUF denoisers that replace the denoiser of the checkpoint. If it has two experts (denoisers
-    for high and for low noise), they replace one or both."""
+    """GGUF denoisers that replace the denoiser of the checkpoint. If the checkpoint has two experts
+    (denoisers for high and for low noise), one or both of them are replaced."""
     attention_backend: str | None = None
     """Name of the attention backend with which diffusers runs the denoisers, such as `flash`. A
     backend changes the bits of clips. None: the default of diffusers, which is torch's own
@@ -216,7 +217,8 @@ def sampling_of_model(
 ) -> SamplingConfig:
     """Return a model's sampling parameters: the given values, and defaults for all others.
 
-    If the model has its own default for a parameter, that is used in place of diffusers'.
+    If the model has its own default for a parameter, the model's default is used in place of
+    diffusers' default.
 
     Args:
         model_name: Name of the model.
@@ -590,12 +592,12 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
     # A pair of ranks that divides a batch of two may round differently than one rank, so the bits
-    # depend on `cfg_parallel`. Such clips are marked as unproven. Clips of mixed devices are also
-    # marked as unproven, but mixed devices cannot form pairs.
+    # depend on `cfg_parallel`. Clips of such a pair are marked as unproven. Clips of mixed devices
+    # are also marked as unproven, but mixed devices cannot form pairs.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
-    # A clip's JSON may lack these fields, for example if svdpp 0.3 has written it. Fields that it
-    # lacks are left out.
+    # A clip's JSON may lack these fields, for example if svdpp 0.3 has written the JSON. Missing
+    # fields are left out.
     optional = (
         *("components", "lora", "denoiser", "attention_backend"),
         *("last_image_sha256", "references_sha256", "vae_tiling"),

@@ -35,7 +35,7 @@ DEFAULT_NUM_STEPS = 28
 class Param:
     """Numeric sampling parameter: range, type, names and help text.
 
-    Checks, options of the command line and fields of HTTP requests are made from a `Param`.
+    Checks, options of the command line and fields of HTTP requests are derived from a `Param`.
     `params_of` sets `name` and `default`.
     """
 
@@ -180,7 +180,7 @@ def params_by_field(kind: Any) -> dict[str, Param]:
 
 
 def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) -> int:
-    """Return the number of frames, of those that a family allows, that is closest to a duration.
+    """Return the number of frames that a family allows and that is closest to a duration.
 
     Args:
         seconds: Duration of the clip.
@@ -276,7 +276,7 @@ class CommonSampling:
     def _check_frames(self) -> None:
         unit, remainder = self.frames_unit, self.frames_remainder
         frames = remainder if self.num_frames is None else self.num_frames
-        # Other numbers of frames are rejected, because diffusers would round them.
+        # A number of frames that diffusers would round is rejected.
         below = max(0, frames - remainder) // unit * unit + remainder
         require(
             frames == below,
@@ -306,7 +306,7 @@ class CommonSampling:
 
     @property
     def steps_unit(self) -> int:
-        """Number, such as that of a clip's chunks, that must divide `num_inference_steps`."""
+        """Number that must divide `num_inference_steps`, such as the number of a clip's chunks."""
         return 1
 
     def with_few_steps(self, lowest: int, num_ranks: int) -> Self:
@@ -369,7 +369,7 @@ class PromptedSampling(CommonSampling):
     has_last_image: bool = False
     """Whether clips have an image for the last frame, besides the image for the first frame."""
     num_references: int = 0
-    """Number of references of each clip: further images of what it shows, besides its input
+    """Number of references of each clip: further images of what the clip shows, besides its input
     image."""
 
     def __post_init__(self) -> None:
@@ -399,8 +399,8 @@ def check_sides(sampling: CommonSampling, units: tuple[int, int]) -> None:
 
     Args:
         sampling: Sampling parameters with height and width.
-        units: Two numbers of pixels; the height must be a multiple of the first, the width of the
-            second.
+        units: Two numbers of pixels; the height must be a multiple of the first number, and the
+            width must be a multiple of the second number.
 
     Raises:
         RequestError: Height or width is not a multiple of its unit, or is above `MAX_SIDE`.

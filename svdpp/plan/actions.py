@@ -293,8 +293,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # By rank: the visits in which it decodes a part of a clip for another rank. Each has a number:
-    # how many of the rank's other visits come before it.
+    # For each rank: the visits in which the rank decodes a part of a clip for another rank. Each
+    # visit has a number: how many visits in `visits` come before it.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):

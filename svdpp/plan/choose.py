@@ -23,7 +23,7 @@ from svdpp.plan.split import check_counts, divisors
 # Largest number of ranks in a replica that the search tries. Layouts with larger replicas take long
 # to forecast, and are not faster.
 _MAX_REPLICA_SIZE = 64
-# Two times count as equal if their ratio is at most this number. If several layouts are equally
+# Two durations count as equal if their ratio is at most this number. If several layouts are equally
 # fast, the simplest is chosen.
 _EQUAL = 1.001
 # When the latency is minimised, only layouts with at least this fraction of the best throughput are
@@ -115,7 +115,7 @@ class _Search:
     # --- candidate layouts ----------------------------------------------------------------------
 
     def _paired(self) -> list[Layout]:
-        """Return the layout in which each pair of ranks makes whole clips; empty if not allowed."""
+        """Return the layout in which each pair makes whole clips; empty if pairs cannot be used."""
         whole = self.data_parallel
         per_host = whole.costs.ranks_per_host or 2
         if not self.pairs or whole.world_size % 2 or per_host % 2:
@@ -249,7 +249,7 @@ def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
     Args:
         num_steps: Number of steps of a clip.
         replica_size: Number of ranks of a replica.
-        costs: Cost model. If ranks differ in speed, the mean is used.
+        costs: Cost model. If ranks differ in speed, the mean over all ranks is used.
     """
     encode, decode = _mean(costs.encode_seconds), _mean(costs.decode_seconds)
     share = (encode + num_steps * _mean(costs.step_seconds) + decode) / replica_size

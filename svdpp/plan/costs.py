@@ -112,7 +112,8 @@ class CostModel:
         """Return the seconds of one denoising step on a rank, or on a pair that shares the step.
 
         A pair takes half of the slower rank's seconds, plus the time in which the ranks exchange
-        their predictions. The exchange counts as the transfer of a packet, which takes longer.
+        their predictions. The exchange is counted as the transfer of a packet, although the
+        exchange is faster.
 
         Args:
             rank: Rank that runs the step, or the first rank of a pair.
@@ -270,8 +271,9 @@ def measured_costs(
     Args:
         seconds: Mean seconds of "step", `ENCODE`, `DECODE` and "transfer". Only "step" is required;
             a missing transfer counts as 0.
-        assumed: Cost model for an encode or a decode that was not measured. Its seconds are scaled
-            by the ratio of the measured step to the step in this model.
+        assumed: Cost model for an encode or a decode that was not measured. The seconds of the
+            assumed encode or decode are scaled by the ratio of the measured step to the assumed
+            step.
         in_pairs: Whether the measured steps ran on pairs, that is, on two ranks each.
     """
     step, transfer = max(seconds["step"], 1e-9), seconds.get("transfer", 0.0)

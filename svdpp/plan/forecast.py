@@ -111,8 +111,8 @@ class _Simulation:
 
     A transfer starts when the sender has begun its SEND, the receiver has posted its RECV, and the
     previous transfer on the link has ended. A SEND also waits for the end of the previous transfer,
-    but not for the end of its own. The simulation of a rank that waits for a transfer is paused
-    until the end of the transfer is known.
+    but not for the end of its own transfer. The simulation of a rank that waits for a transfer is
+    paused until the end of the transfer is known.
     """
 
     def __init__(self, schedule: Schedule, costs: CostModel, sizes: Sequence[float]) -> None:
@@ -359,7 +359,7 @@ def _most_clips(layout: Layout) -> int:
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # One replica is computed for all of them, or two if some replicas get one clip more than
+        # One replica is computed for all replicas, or two if some replicas get one clip more than
         # others.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
@@ -495,8 +495,8 @@ def clip_times(
     """Yield the start and end of each clip in seconds, computed from its stage times.
 
     Clips can be computed one after the other, because no rank waits for a later clip. A rank begins
-    a clip when it has finished its previous clip and has the packet from the previous rank. It
-    posts the receive of a clip when it begins the clip before. A transfer starts when the sender
+    a clip when it has finished its previous clip and has the packet from the previous rank. A rank
+    posts the receive of a clip when it begins the previous clip. A transfer starts when the sender
     has finished its work, the receive is posted, and the previous transfer on the link has ended.
     The sender can begin its next clip only after the end of that previous transfer.
 

@@ -320,7 +320,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def peak_gib(self) -> tuple[float | None, ...]:
-        """Peak memory of each of the layout's ranks in GiB; None if the costs do not say it."""
+        """Peak memory of each of the layout's ranks in GiB; None if the costs lack a value."""
         return tuple(map(self.costs.peak_gib, self.roles))
 
     @cached_property
@@ -393,10 +393,11 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Ranks that decode a clip together and the part of each, by the rank that finishes it.
+        """Ranks that decode a clip together, each with its part, by the rank that finishes it.
 
-        The rank that finishes the clip decodes the first part. If it is one of a pair, the other
-        rank decodes the next part. Earlier ranks of the replica decode the remaining parts.
+        The rank that finishes the clip decodes the first part. If this rank is in a pair, the other
+        rank of the pair decodes the next part. Earlier ranks of the replica decode the remaining
+        parts.
         """
         chunks = self.chunks or (1,) * self.decode_parallel_size
         count = min(self.decode_parallel_size, len(chunks)) if self.decodes else 1
@@ -463,8 +464,8 @@ def assign_replicas(
     """
     on_host = ranks_per_host or world_size
     whole = on_host // replica_size * replica_size
-    # First the ranks that form replicas within their host, then the ranks that are left over on all
-    # hosts.
+    # The ranks that form replicas within their host come first, then the ranks that are left over
+    # on all hosts.
     ranks = sorted(range(world_size), key=lambda rank: rank % on_host >= whole)
     firsts = range(0, world_size, replica_size)
     return tuple(sorted(tuple(ranks[first : first + replica_size]) for first in firsts))

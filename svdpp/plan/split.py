@@ -104,7 +104,7 @@ class StageGroup:
     stages: Sequence[Stage]
 
     def slowest_seconds(self, cuts: Cuts) -> float:
-        """Return the seconds between finished clips, as the slowest stage of a group determines.
+        """Return the seconds between finished clips, which the slowest stage of a group determines.
 
         Args:
             cuts: Division of the group's steps, counted from 0.
@@ -327,7 +327,8 @@ def _positions_by_turn(group: StageGroup) -> list[Cuts]:
 
     Only the last stage can have several ranks, which take turns in finishing clips. If one of these
     ranks is slower, earlier stages run more steps of the clips that it finishes. The first or the
-    last stage gets no steps if they would raise the throughput by less than `_MIN_GAIN_OF_STEPS`.
+    last stage gets no steps if its steps would raise the throughput by less than
+    `_MIN_GAIN_OF_STEPS`.
     """
     free: list[int] = []
     stages, num_steps = group.stages, group.num_steps
@@ -453,7 +454,7 @@ def _divide(
     seconds_of: Callable[[StageGroup], float],
     counts: Iterable[int] | None,
 ) -> tuple[StageGroup, StageGroup]:
-    """Divide a replica's stages between two experts; the slower group is as fast as possible.
+    """Divide a replica's stages between two experts so that the slower group is at its fastest.
 
     `seconds_of` returns the seconds between finished clips of a group of stages; it must not grow
     with the number of stages. `counts` are the allowed numbers of stages for the high-noise expert;
@@ -470,7 +471,8 @@ def _divide(
 
     if counts is None:
         # The more stages the first group has, the faster it is, and the slower the second group is.
-        # The best count is the first one with which the first group is faster, or one less.
+        # The best count is the smallest one with which the first group is faster than the second,
+        # or one less.
         last = len(whole.stages) - 1
         faster = 1 + bisect_left(range(1, last), True, key=is_first_faster)
         counts = range(max(1, faster - 1), faster + 1)

@@ -14,10 +14,10 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# `AutoencoderKLAllegro` decodes in tiles. Number of frames of a tile, and number of frames by which
-# two successive tiles overlap.
+# Tiles in which `AutoencoderKLAllegro` decodes: number of frames of a tile, and number of frames by
+# which two successive tiles overlap.
 _TILE_FRAMES, _SHARED_FRAMES = 24, 8
-# Number of pixels by which two neighbouring tiles overlap, along each side of a frame.
+# Number of pixels by which two neighbouring tiles overlap, in each direction.
 _SHARED_PIXELS = {"height": 120, "width": 80}
 
 

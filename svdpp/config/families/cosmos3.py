@@ -133,7 +133,7 @@ def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
 def _video_arguments(frames: Any, sampling: Any) -> dict[str, Any]:
     """Return the arguments of Cosmos 3's pipeline for the video that a clip continues.
 
-    They are the video's frames, and the indices of the latent frames that show the video.
+    The arguments are the video's frames, and the indices of the latent frames that show the video.
     """
     num_latents = (sampling.video_frames - 1) // sampling.frames_unit + 1
     return {"video": frames, "condition_frame_indexes_vision": tuple(range(num_latents))}

@@ -58,7 +58,7 @@ ECHO = FamilySpec(
     decode_components=LTX2.decode_components,
     component_classes=LTX2.component_classes,
     pipeline_package=LTX2.pipeline_package,
-    # The example in diffusers' documentation of the pipeline also loads `audio_vae` in float32.
+    # svdpp loads `audio_vae` in float32, as the example in diffusers' documentation does.
     fp32_components=frozenset({"audio_vae"}),
     loras=False,
     latent_dtype="model",

@@ -29,7 +29,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
 def check_video_frames(sampling: Any) -> None:
     """Raise a `RequestError` unless the VAE can encode `video_frames` frames of the input video.
 
-    It can encode 1 frame, and then groups of `frames_unit`.
+    The VAE can encode 1 frame, and then groups of `frames_unit` frames.
 
     Args:
         sampling: Sampling parameters with `video_frames`.

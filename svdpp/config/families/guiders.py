@@ -13,8 +13,8 @@ from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
-#: `GUIDER_CLASSES`, and also the guider that skips layers. It can be used only with denoisers whose
-#: layers diffusers can skip, such as Wan's.
+#: `GUIDER_CLASSES`, and also the guider that skips layers, `SkipLayerGuidance`. This guider can be
+#: used only with denoisers whose layers diffusers can skip, such as Wan's.
 GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
 
 #: Supported values of each key of `skip_layer_config`, except `indices`. The first value is the
@@ -53,8 +53,8 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
 def _check_guider(configs: CheckpointConfigs, name: str) -> None:
     guider = configs.of(name, enabled=True)
     guider.require("enabled", True, "because the guidance scale would have no effect")
-    # With this key, diffusers turns guidance off at a scale of 0. svdpp assumes that guidance is
-    # off at a scale of 1, as it is without the key.
+    # With this key, diffusers turns guidance off at a scale of 0. svdpp assumes diffusers' rule
+    # without the key: guidance is off at a scale of 1.
     guider.refuse("use_original_formulation", "gives the guidance scale another meaning")
     if configs.classes[name] != "SkipLayerGuidance":
         return

@@ -157,7 +157,7 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of pyramid stages (the first chunk's count twice), which must divide the steps.
+        """Number that must divide the steps: the pyramid stages, the first chunk's counted twice.
 
         A stage of the first chunk has twice as many steps as a stage of any other chunk.
         """
@@ -197,7 +197,7 @@ class HeliosDistilledFromVideoSampling(HeliosDistilledBaseSampling):
 
 
 class StepPlace(NamedTuple):
-    """Place of a step in its chunk of a Helios clip: its stage, and whether it ends the stage."""
+    """Place of a step in a chunk of a Helios clip: the stage, and whether the step ends it."""
 
     stage: int
     """Index of the step's stage in the chunk, from 0."""
@@ -239,7 +239,7 @@ def _check_distilled(checkpoint: object, sampling: Any) -> None:
 
 
 def _latent_divisor(sampling: Any, step: int) -> int:
-    """Return by which factor the sides of a Helios latent are smaller than in the last stage.
+    """Return how many times smaller the sides of a Helios latent are than in the last stage.
 
     `step` is the number of finished steps. The result is 4, 2 or 1: each stage doubles the sides.
     """

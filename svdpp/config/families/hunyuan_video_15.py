@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return facts on a HunyuanVideo-1.5 checkpoint: clip sizes, and the unused parameter."""
+    """Return a HunyuanVideo-1.5 checkpoint's image sizes, and its parameter without effect."""
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -64,7 +64,7 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     """Check a modular HunyuanVideo-1.5 checkpoint; return whether its clips take an input image.
 
-    They need one, may have one, or must not have one.
+    Clips of the checkpoint must have an input image, may have one, or must not have one.
 
     The modular pipeline can make clips from text and from images. But each published checkpoint is
     trained for only one of the two. Only checkpoints for images have an image encoder.

@@ -43,7 +43,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
     """Raise a `RequestError` if a Kandinsky 5 clip from an image has fewer than 17 frames.
 
     The pipeline normalises the first four latent frames with statistics of the later latent frames.
-    So it needs a fifth one, which clips of 17 or more frames have.
+    So the pipeline needs a fifth latent frame, which clips of 17 or more frames have.
 
     Raises:
         RequestError: The clip starts from an image and has fewer than 17 frames.
@@ -60,7 +60,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
 def _latent_channels(pipe: Any) -> int:
     """Return Kandinsky 5's number of latent channels, with those of an added image and mask.
 
-    Only some checkpoints add them.
+    Only the latents of some checkpoints have an added image and mask.
     """
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels

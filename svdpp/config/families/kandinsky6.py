@@ -79,7 +79,7 @@ KANDINSKY6 = FamilySpec(
     latent_frames=lambda _, sampling, frames: frames + sampling.from_image,
     latent_dtype="model",
     # The pipeline draws the noise, and appends the image to the latent only after the encode. So
-    # the latent of a clip from an image has one frame fewer before the first step.
+    # the latent of a clip from an image has one frame fewer before the first step than after it.
     first_frames=lambda sampling: -int(sampling.from_image),
     audio_rate=lambda pipe: int(pipe.audio_sample_rate),
     checkpoint_facts=_checkpoint_facts,

@@ -23,7 +23,7 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return a Latte checkpoint's only possible number of frames, and its unused parameter."""
+    """Return a Latte checkpoint's only number of frames, and its parameter without effect."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of the model"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

@@ -308,7 +308,7 @@ def _check_reference(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _reference_positions(pipe: Any, sampling: Any) -> int:
-    """Return the number of latent positions of LTX-2's reference; they follow the clip's."""
+    """Return how many positions LTX-2's reference adds at the end of the clip's latent."""
     factor = sampling.reference_downscale_factor * pipe.vae_spatial_compression_ratio
     frames = (sampling.reference_frames - 1) // pipe.vae_temporal_compression_ratio + 1
     return int(frames * (sampling.height // factor) * (sampling.width // factor))
@@ -321,8 +321,8 @@ LTX2_IN_CONTEXT = replace(
     text_pipeline=None,
     image_pipeline="LTX2InContextPipeline",
     text_and_image=False,
-    # Every rank computes this mask itself, because the mask is too large to send: it has a number
-    # for every two positions of the clip and the reference.
+    # Every rank computes this mask itself, because the mask is too large to send: it has one number
+    # for each pair of positions of the clip and the reference.
     record_uses={**LTX2.record_uses, "_build_video_self_attention_mask": "recomputed"},
     image_arguments=_reference,
     last_image_arguments=None,

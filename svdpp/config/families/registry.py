@@ -84,8 +84,8 @@ else:  # pydantic parses a message into the class whose `family` matches
     SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
 
 
-#: Names of the families whose pipelines take a last image. Some checkpoints of these families still
-#: take none.
+#: Names of the families whose pipelines take a last image. Nevertheless, some checkpoints of these
+#: families take no last image.
 LAST_IMAGE_FAMILIES = tuple(
     name for name, spec in FAMILY_SPECS.items() if spec.last_image_arguments is not None
 )

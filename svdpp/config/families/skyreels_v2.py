@@ -62,8 +62,8 @@ class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
 class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingVideoToVideoPipeline`.
 
-    The clip begins with `video_frames` frames of the video. After them come the frames that the
-    pipeline generates. Their first `video_frames` frames repeat the video, encoded and decoded.
+    The clip begins with `video_frames` frames of the video. The frames that the pipeline generates
+    come next. The first `video_frames` generated frames repeat the video, encoded and decoded.
     """
 
     # `video_frames` and the number of generated frames are each a multiple of 4 plus 1, so the
@@ -156,8 +156,8 @@ SKYREELS_V2_FORCING = replace(
     # The pipeline appends the last image's latents to the latents that `prepare_latents` returns.
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     first_frames=lambda sampling: -int(sampling.has_last_image),
-    # The pipeline has one scheduler for each latent frame. This number is larger than their number
-    # can be, so it covers all of them.
+    # The pipeline has one scheduler for each latent frame. 1000 is more than the largest possible
+    # number of latent frames, so it covers all schedulers.
     num_results_equal_latents=1_000,
     frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )

@@ -61,7 +61,7 @@ class ConfigFile(Protocol):
 
         Args:
             key: Key of the config.
-            reason: Effect of the key, which follows "it" in the message, such as "draws noise".
+            reason: Effect of the key, such as "draws noise", which the message puts after "it".
         """
 
 
@@ -97,7 +97,7 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
-        """Limits of the size of clips from an image, as in `Checkpoint.image_sizes`; None: any."""
+        """Size limits of clips from an image, as in `Checkpoint.image_sizes`; None: no limits."""
 
     @property
     def vae_tile_side(self) -> int | None:
@@ -138,7 +138,8 @@ class ModularSpec:
     sound."""
     guiders: Mapping[str, str] = field(default_factory=lambda: {"guider": "guidance_scale"})
     """Guiders of the pipeline. A key is a guider's name. Its value is the name of the sampling
-    parameter that sets the guider's scale; if that parameter is None, `guidance_scale` does."""
+    parameter that sets the guider's scale; if that parameter is None, `guidance_scale` sets the
+    guider's scale."""
     guider_configs: Callable[[Any], Mapping[str, Mapping[str, Any]]] = lambda _: {}
     """Function that gets the sampling parameters and returns further arguments for the guiders'
     classes, such as `{"guider": {"stg_scale": 1.0}}`."""
@@ -147,8 +148,9 @@ class ModularSpec:
     the argument."""
     rewritten: frozenset[str] = frozenset()
     """Names of values of the denoising loop that each iteration writes before it uses them, and
-    that nothing uses after a step. Packets lack them. The engine finds such tensors itself, except
-    those in lists, and those that a block reads only because it reads all values."""
+    that nothing uses after a step. Packets do not contain these values. The engine recognises such
+    tensors itself, except tensors in lists, and tensors that a block reads only because it reads
+    all values."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""
@@ -196,8 +198,8 @@ class FamilySpec:
     """Largest number of references of a clip, besides its input image."""
     aliases: tuple[str, ...] = ()
     """Names of further pipeline classes whose checkpoints this family can run. If a class is also
-    the pipeline of another family, that family is the default, and users choose this one by
-    `family`."""
+    the pipeline of another family, that other family is the default, and users choose this family
+    by `family`."""
     text_aliases: tuple[str, ...] = ()
     """Names of the classes in `aliases` whose checkpoints make clips from text; checkpoints of the
     other classes in `aliases` need an image."""
@@ -225,11 +227,12 @@ class FamilySpec:
     shared_components: tuple[str, ...] = ()
     """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions for the class names of components, by component name. It is needed only
-    for components without a default in `models.checkpoint_configs`, and to replace a default."""
+    """Regular expressions for the class names of components, by component name. An entry is needed
+    only for a component without a default in `models.checkpoint_configs`, and to replace a
+    default."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
-    `diffusers` itself; None: all classes can."""
+    `diffusers` itself; None: all classes can be imported from `diffusers`."""
     needs_vae_tiling: bool = False
     """Whether the VAE decodes in tiles only: diffusers' own call fails without `enable_tiling`."""
     fp32_components: frozenset[str] = frozenset()
@@ -258,7 +261,8 @@ class FamilySpec:
     under this name. None: only the first step uses the result."""
     num_results_equal_latents: int = 0
     """Number of schedulers whose step results equal the latent, so that packets need not contain
-    them. These are the pipeline's first schedulers, in the order of their first `step`."""
+    the results. If the number is n, these are the first n schedulers of the pipeline, in the order
+    of their first `step`."""
     branches: Literal["calls", "batch", "replay"] | None = None
     """How two ranks can share a step with classifier-free guidance, which evaluates the denoiser
     for two branches. `calls`: each branch is a call of the denoiser, and no result is used before
@@ -324,7 +328,7 @@ class FamilySpec:
     `fps`."""
     call_arguments: Callable[[Any], Mapping[str, Any]] = lambda _: {}
     """Function that returns further arguments of the pipeline's `__call__`, given the sampling
-    parameters. They replace arguments of the same name."""
+    parameters. A further argument replaces another argument of the same name."""
     generator_device: Callable[[CheckedCheckpoint, Any, str], str] = lambda *_: "cpu"
     """Function that returns the device of the clip's random generator, given the checkpoint, the
     sampling parameters and the pipeline's device. The CPU is used wherever diffusers allows this,
@@ -345,10 +349,10 @@ class FamilySpec:
 
     @property
     def pairs_are_exact(self) -> bool:
-        """Whether clips of the family have the same bits if pairs of ranks share each step.
+        """Whether pairs of ranks, which share each step, compute the same bits as single ranks.
 
-        They do if they divide whole calls of the denoiser. If they divide the batch of one call,
-        the results may be rounded differently.
+        The bits are the same if a pair divides whole calls of the denoiser. If a pair divides the
+        batch of one call, the results may be rounded differently.
         """
         return self.branches in ("calls", "replay")
 

@@ -16,8 +16,9 @@ STRENGTH = Param(
 def all_steps(sampling: Any) -> dict[str, int]:
     """Return `num_inference_steps` for a video-to-video pipeline, so that it runs all steps.
 
-    The pipeline runs only the fraction `strength` of the steps that it is given. So the argument is
-    larger than the number of steps that the clip needs, unless `strength` is 1.
+    The pipeline runs only the fraction `strength` of the steps that its argument
+    `num_inference_steps` says. So the returned number is larger than the clip's number of steps,
+    unless `strength` is 1.
 
     Args:
         sampling: Resolved sampling parameters, with the field `strength`.

@@ -179,7 +179,8 @@ _TWO_IMAGES = "is set only for models with a first and a last image"
 _ONE_EXPERT = {"WanTransformer3DModel": "wan_modular", "WanVACETransformer3DModel": "wan_vace"}
 #: Largest side of a patch that the denoiser may have, in positions of the latent.
 _MAX_PATCH = 64
-#: Value of `boundary_ratio` that diffusers' modular pipelines use if the index has none.
+#: Value of `boundary_ratio` that diffusers' modular pipelines use if the checkpoint's index does
+#: not set it.
 _MODULAR_BOUNDARY = 0.875
 
 
@@ -219,7 +220,7 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
 def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
     """Return the numbers of pixels of which the height and width of Wan's clips must be multiples.
 
-    They are the sides of a denoiser's patch.
+    The numbers are the height and width of one patch of the denoiser.
     """
     vae = configs.of("vae", scale_factor_spatial=8)
     unit = vae.positive_int("scale_factor_spatial", 64)
@@ -329,7 +330,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    if sampling.from_image:  # clips from text need no check: they call `set_begin_index`
+    if sampling.from_image:  # clips from text need no check: their pipeline calls `set_begin_index`
         check_first_timesteps(checkpoint, sampling)
 
 
@@ -450,7 +451,7 @@ WAN_ANIMATE = replace(
     checkpoint_facts=_facts_of_one_image,
     renamed_arguments={"segment_frame_length": "num_frames"},
     record_uses={
-        # Of the results of this method, the steps use only that of call 1 (from 0): the face video.
+        # Call 1 (from 0) of this method returns the face video. The steps use only this result.
         "video_processor.preprocess_video": 1,
         "video_processor_for_mask.preprocess_video": "unused",
         "vae_image_processor.preprocess": "unused",
