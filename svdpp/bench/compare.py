@@ -35,10 +35,10 @@ class Ratio:
 
     If the range includes 1, noise alone may explain the difference between A and B. The range spans
     the ratios of single rounds, and a margin at both ends. On a logarithmic scale, the margin is
-    the drift of the machine, plus the larger spread of A and B times 2 for 3 rounds, 1 for 4
-    rounds, 1/2 for 5 rounds and so on. If A and B are equally fast, the range excludes 1 in at most
-    2 of 1000 comparisons. This was found by simulations with normal, exponential and Student's t
-    noise (2 degrees of freedom) and 3 to 9 rounds.
+    the drift of the machine, plus a multiple of the spread of A or B, whichever is larger. The
+    factor is 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds and so on. If A and B are equally
+    fast, the range excludes 1 in at most 2 of 1000 comparisons, according to simulations with
+    normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9 rounds.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether a metric's difference of A and B is noise; None if the noise is unknown."""
+        """Whether a metric differs between A and B only by noise; None if the noise is unknown."""
         if self.must_be_equal or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:

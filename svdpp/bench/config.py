@@ -285,7 +285,7 @@ def pipeline_config(bench_config: BenchConfig, launched: World | None = None) ->
 
     Args:
         bench_config: Configuration of the benchmark.
-        launched: World of the launcher that started this process; None if none did.
+        launched: World of the launcher that started this process; None: no launcher did.
 
     Raises:
         RequestError: The fields contradict each other, or do not suit the model or the machine.

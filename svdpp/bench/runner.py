@@ -97,10 +97,10 @@ class Bench:
     ) -> None:
         """Measure the pipeline and each of its baselines once in each round of the benchmark.
 
-        If a baseline runs out of memory, this is recorded in `out_of_memory`, and the benchmark
-        goes on without the baseline. Every other error ends the benchmark. Under a launcher, a lack
-        of memory in the data-parallel baseline ends the benchmark too, because its ranks cannot be
-        restarted.
+        If a baseline runs out of memory, the error is recorded in `out_of_memory`, and the
+        benchmark goes on without the baseline. Every other error ends the benchmark. Under a
+        launcher, a lack of memory in the data-parallel baseline ends the benchmark too, because
+        ranks of a launcher cannot be restarted.
 
         Args:
             log: Function that gets a line for each measured case.
@@ -141,8 +141,8 @@ class Bench:
         # measurement after another.
         reset_peak()
         config = self.cases[case]
-        # This many successive clips take each route through the ranks once: clips alternate between
-        # the replicas, and within a replica between its decoders.
+        # Clips alternate between the replicas, and within a replica between its decoders. So
+        # `num_routes` successive clips take each route through the ranks once.
         parallel = config.parallel
         num_routes = parallel.data_parallel_size * parallel.num_decoders
         num_warmups = self.bench_config.measure.warmups * num_routes

@@ -166,6 +166,6 @@ def run_command_line(arguments: Sequence[str]) -> int:
     # A signal that arrives before or after the command itself runs raises this exception.
     except Interrupted as error:
         return exit_code_of(error)
-    # SystemExit is raised after a shell completion, or if the reader of stdout has ended
+    # SystemExit is raised after a shell completion, or if the program that reads stdout has ended
     except SystemExit as error:
         return 128 + signal.SIGPIPE if error.code else 0

@@ -221,7 +221,7 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
 
 
 def show_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Print a benchmark's metrics of each case, speed-ups, limits, and whether bits agree.
+    """Print a benchmark's metrics, speed-ups, what limits its speed, and whether bits agree.
 
     Args:
         console: Console of the command.

@@ -225,7 +225,7 @@ def _available_options(context: typer.Context) -> set[str]:
 
 
 def _reject_empty(context: typer.Context, values: Mapping[str, Any]) -> None:
-    """Raise a `RequestError` if an option is empty, often from an unset shell variable."""
+    """Raise a `RequestError` if an option is empty, often because a shell variable is not set."""
     for one in context.command.params:
         if values.get(str(one.name)) == "" and one.name not in _MAY_BE_EMPTY:
             raise RequestError(

@@ -259,7 +259,7 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Set the names of configuration fields in a command's errors; hints propose only them.
+        """Set the names of configuration fields in a command's errors; hints propose only these.
 
         Args:
             names: Names that the user knows, by the fields that errors name.

@@ -103,7 +103,7 @@ def _clip_row(
 
 
 def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict[str, float | int]]:
-    """Forecast when each of a run's first clips ends, and how long all take, in seconds.
+    """Forecast when each of a run's first clips ends, and how long all clips take, in seconds.
 
     `config.costs` are the costs of a clip with the pipeline's sampling parameters. For a clip of
     another size, the costs are scaled by the number of pixels.
@@ -122,7 +122,8 @@ def _forecast(config: PipelineConfig, clips: RunPlan) -> tuple[list[float], dict
     for span in spans:
         ends[span.clip] = max(ends[span.clip], span.end)
     total = max(ends)
-    # The clips that are not simulated are assumed to take as long for each step and pixel.
+    # The clips that are not simulated are assumed to take as long for each step and pixel as the
+    # simulated clips.
     if len(first) < len(clips.clips):
         steps = [
             (clip.sampling or config.sampling).num_inference_steps * each

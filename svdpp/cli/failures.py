@@ -75,7 +75,7 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
         debug: Whether to print tracebacks too.
 
     Raises:
-        typer.Exit: The block raised an error, or a signal came; it has the exit code.
+        typer.Exit: Raised with the exit code of the error in the block, or of the signal.
     """
     previous = process_lifetime.handle_signals(_interrupt)
     try:
@@ -110,8 +110,8 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
     Args:
         error: Error that ended this rank.
         signals: Numbers of the signals that arrived since the error. A launcher sends a signal when
-            another rank has failed. That rank has reported its error, which is usually the same
-            one, because all ranks have the same command line.
+            another rank has failed. The failed rank has reported its error, which is usually also
+            this rank's error, because all ranks have the same command line.
     """
     try:
         launched = find_world()
@@ -134,7 +134,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """End this process silently, with the exit code of a signal. The ranks notice and end too.
+    """End this process silently, with the exit code of a signal. Its ranks notice this and end.
 
     Args:
         number: Number of the signal.

@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return an option `--help`. It replaces Typer's, which is parsed even if it is not given."""
+    """Return an option `--help` for use instead of Typer's, which is parsed even if not given."""
     return flag(
         "--help",
         "-h",
@@ -50,7 +50,7 @@ class LazyOptionGroup(TyperGroup):
     """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the options of the program that are given, and skip others; see `TyperGroup`.
+        """Parse the given options of the program, and skip all other options; see `TyperGroup`.
 
         Args:
             ctx: Context of the program.
@@ -71,7 +71,7 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the options of a command that are given, and skip others; see `TyperCommand`.
+        """Parse the given options of a command, and skip all other options; see `TyperCommand`.
 
         Args:
             ctx: Context of the command.

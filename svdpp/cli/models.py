@@ -128,7 +128,7 @@ def describe(family: str) -> dict[str, Any]:
     from svdpp.config.families.registry import FAMILY_OF_PIPELINE, FAMILY_SPECS
 
     spec, sampling = FAMILY_SPECS[family], SAMPLING_CLASSES[family]()
-    # `--family` is needed only if the checkpoint's own pipeline belongs to another family.
+    # `--family` is needed only if the checkpoint's configs name another family's pipeline.
     is_borrowed = any(FAMILY_OF_PIPELINE[alias] != family for alias in spec.aliases)
     as_family = f" --family {family}" if is_borrowed else ""
     remark = f", {spec.example_remark}" if spec.example_remark else ""
@@ -152,7 +152,7 @@ def describe(family: str) -> dict[str, Any]:
 
 
 def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return a family's sampling parameters: their defaults, and ranges of its own ones."""
+    """Return a family's sampling parameters: their defaults, and ranges of extra parameters."""
     return {
         "defaults": {name: getattr(sampling, name) for name in _COMMON if hasattr(sampling, name)},
         "parameters": {
@@ -167,12 +167,12 @@ def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _visual(sampling: SamplingConfig) -> str:
-    """Return a text that names the images or videos that a clip needs besides a prompt."""
+    """Return a text that names the images or videos from which a family's clips can start."""
     return ", ".join(["a video" if sampling.from_video else "an image", *sampling.videos])
 
 
 def _describe_checkpoint(name: str) -> dict[str, Any]:
-    """Return the description of a checkpoint: its family, with its own inputs and defaults."""
+    """Describe a checkpoint like its family, but with the checkpoint's inputs and defaults."""
     from svdpp.models.checkpoint import find_checkpoint
 
     try:

@@ -148,7 +148,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
     max_sequence_length: int | None = None
 
     def num_clips(self, world_size: int) -> int:
-        """Return the number of clips of the forecast: `--clips`, or some for each rank.
+        """Return the number of clips of the forecast: `--clips`, or a fixed number for each rank.
 
         Args:
             world_size: Number of ranks.
@@ -167,7 +167,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
             world_size: Number of ranks.
 
         Raises:
-            RequestError: The list does not have one number, or one for each rank.
+            RequestError: The list has neither one number nor a number for each rank.
         """
         sizes_text = self.device_memory
         if sizes_text is None:
@@ -186,7 +186,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return sizes if len(sizes) == world_size else sizes * world_size
 
     def world_and_per_host(self) -> tuple[int | None, int | None]:
-        """Return the numbers of ranks in all and on each host, from `--gpus` and `--hosts`.
+        """Return the number of all ranks, and of ranks on a host, from `--gpus` and `--hosts`.
 
         Returns:
             Number of ranks, None if neither `--gpus` nor `--hosts` is given; and number of ranks on
@@ -215,7 +215,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs for a plan: those of `--costs`, with times that options replace.
+        """Return the costs for a plan, from `--costs`; times given as options replace costs.
 
         With `--memory`, the costs also have the estimated memory of each part of the model.
 

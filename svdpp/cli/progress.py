@@ -72,7 +72,7 @@ class Progress(Bars):
         schedule: Actions of all `num_clips`, or of the first clips, for a forecast of the time
             left.
         labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
-        num_clips: Number of all clips; None: those of `schedule`.
+        num_clips: Number of all clips; None: as many as in `schedule`.
         costs: Costs for work that is not measured yet, scaled by the ratio of the measured to the
             assumed seconds of a step. None: other work than steps is assumed to take no time.
         ranks: Whether to show a line for each rank, and to print a line when a clip is finished.
@@ -290,7 +290,7 @@ class ServerProgress(Progress):
 
 
 def labels(requests: Sequence[ClipRequest]) -> list[str]:
-    """Return the displayed name of each clip: that of its input, and the seed if seeds differ.
+    """Return the displayed name of each clip: its input's name, and the seed if seeds differ.
 
     Args:
         requests: Requests of the clips.
@@ -334,7 +334,8 @@ def open_log(
     logger.configure(extra={"rank": "-"}, patcher=_redact)
 
     def sink(message: Message) -> None:
-        # Further lines are indented, so that a name with a line break cannot look like a record.
+        # Lines after a record's first line are indented, so that a name with a line break cannot
+        # look like a record.
         write(str(message).rstrip("\n").replace("\n", "\n    "))
 
     if verbosity > 0 or (warns and not quiet):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # Number of clips whose measurements a run keeps, in about 10 MB of memory.
 _TRACE_CLIPS = 1000
-# Up to this number of existing clips, the check takes a second or two, and no remark announces it.
+# Checking this number of existing clips takes a second or two; only a longer check is announced.
 _FEW_CLIPS = 8
 
 # Maximum number of remarks on images that are printed. Each size of clips can cause a remark.
@@ -60,9 +60,9 @@ class RunOptions(ServerRunOptions):
 
     @property
     def from_image(self) -> bool:
-        """Whether ranks are started for clips from images.
+        """Whether ranks are started for clips that have an input: an image or a video.
 
-        With `--jobs`: whether clips of the model can have an image.
+        With `--jobs`: whether clips of the model can have an input.
         """
         if self.jobs is None:
             return bool(self.inputs)
@@ -78,7 +78,7 @@ class RunOptions(ServerRunOptions):
 
     @property
     def num_references(self) -> int:
-        """Number of reference images of each clip; 0 with `--jobs`, whose lines name their own."""
+        """Number of reference images of each clip; 0 with `--jobs`, whose lines name them."""
         return 0 if self.jobs is not None else len(self.reference_paths)
 
     def all_seeds(self) -> list[int]:
@@ -182,7 +182,7 @@ def run(
         serve_member(command.pipeline(config), launched, console)
         return
     jobs, input_errors = command.check_jobs(config, jobs, input_errors)
-    # Lines that are left out may name further LoRAs, which need not be loaded.
+    # Jobs that were rejected may name further LoRAs, which need not be loaded.
     config = replace(config, model=replace(config.model, clip_loras=loras_of(jobs)))
     if options.dry_run:
         show_plan(
@@ -401,8 +401,8 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run. All hosts must share the folders of their images and videos. Only
-                rank 0 has jobs.
+            jobs: Jobs of the run. All hosts must share the folders of the input files. Only rank 0
+                has jobs.
         """
         from svdpp.driver.pipeline import Pipeline
 
@@ -487,7 +487,7 @@ class RunCommand:
         raise_failed(failed, len(skipped) + len(made) + len(failed))
 
     def _print_remarks(self, made: list[dict[str, Any]]) -> None:
-        """Print why clips may differ from diffusers', or a command that verifies an exact clip."""
+        """Print why clips may differ from diffusers' clips, and a command that verifies a clip."""
         console, out = self.console, self.policy.folder
         if any(metadata.get("memory_pressure") for metadata in made):
             console.info(

@@ -288,7 +288,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
                 wrong = f"--sizes takes sizes such as 1024x576,768x448, got {self.sizes!r}"
                 raise RequestError(wrong, details={"examples": "1024x576,768x448", "value": part})
             width, height = int(match[1]), int(match[2])
-            # This raises an error if the model's family does not allow the size.
+            # `replace` raises an error if the model's family does not allow the size.
             sized = replace(sampling, width=width, height=height)
             sizes.append((sized.width, sized.height))
         return tuple(dict.fromkeys(sizes))

@@ -116,7 +116,7 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
 
     @property
     def tolerance(self) -> Tolerance:
-        """Allowed difference of each element from diffusers', from `--atol` and `--rtol`.
+        """Allowed difference of each element from diffusers' element: `--atol` and `--rtol`.
 
         Raises:
             RequestError: A tolerance is negative or not finite.

@@ -67,7 +67,7 @@ class ServerState:
     server: str
     model: str
     parts: list[BatchRecord] = field(default_factory=list)
-    """Batches of the run, under the name that the file has for them."""
+    """Batches of the run; `server.json` has them under the key `parts`."""
 
     def write(self, path: Path) -> None:
         """Write `server.json`, completely or not at all.
@@ -119,7 +119,7 @@ class Watchers:
     """Callbacks that get the progress and the results of the clips that a server makes."""
 
     on_started: Callable[[], None]
-    """Function that is called, perhaps repeatedly, once the server has begun a clip."""
+    """Function that is called, perhaps repeatedly, after the server has begun a clip."""
     on_eta: Callable[[float | None], None]
     """Function that gets the seconds until the last clip of a batch is finished; None: unknown."""
     on_done: Callable[[ServerClip, dict[str, Any]], None]
@@ -153,8 +153,8 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
-        # By batch: the id of the last video before the first one that has not ended. The next query
-        # of the batch's videos starts after it.
+        # For each batch: the id of the last video before the first video that has not ended. The
+        # next query of the batch's videos starts after the video with this id.
         self._cursors: dict[str, str | None] = {}
 
     @property
@@ -254,7 +254,7 @@ class BatchRun:
                 self._state.write(self._state_path)
 
     def _write_lines(self, clips: Sequence[ServerClip], file: IO[bytes]) -> int:
-        """Write a batch's lines for the first clips, up to a batch's limits; return the number."""
+        """Write a line for each clip, up to the limits of a batch; return the number of lines."""
         size = 0
         for index, clip in enumerate(clips):
             line = {
@@ -348,7 +348,7 @@ class BatchRun:
             time.sleep(wait)
 
     def _follow_batch(self, record: BatchRecord, watchers: Watchers) -> bool:
-        """Query one batch at the server, and download clips that have finished since last time.
+        """Query one batch at the server, and download clips finished since the last query.
 
         Returns:
             Whether a clip has finished, failed or been cancelled since the last query.
@@ -383,7 +383,7 @@ class BatchRun:
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
         """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        The first page with only queued videos is the last one that is queried.
+        After a page with only queued videos, no further page is requested.
         """
         after = self._cursors.get(batch)
         is_first = True

@@ -222,7 +222,7 @@ class _BusyError(Exception):
 
 
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a server's response; one from a proxy gets the same keys as svdpp's."""
+    """Return the error in a server's response; a proxy's error gets the keys of svdpp's errors."""
     error: Any = None
     try:
         error = response.json()["error"]

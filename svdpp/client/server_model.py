@@ -20,13 +20,16 @@ from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.images import MediaFile
 
 _IMAGE_FIELD = "input_reference"
-# Bytes that are reserved in each line for prompts, parameters and names, besides the files.
+# Bytes for everything except files in each line of a batch: prompts, parameters and names.
 _LINE_OVERHEAD_BYTES = 256 * 2**10
 
 
 @dataclass(frozen=True)
 class ServerModel:
-    """Model of a server, as `/v1/models` describes it."""
+    """Client's view of a server's model: limits, defaults, and checks of jobs.
+
+    The values come from the JSON of `/v1/models`.
+    """
 
     description: Mapping[str, Any]
 
@@ -86,7 +89,7 @@ class ServerModel:
         return replace(sampling, **values)
 
     def check(self, job: RunJob) -> None:
-        """Raise a `RequestError` if the server cannot make a job: its size, files or LoRAs.
+        """Raise a `RequestError` if the server does not accept a job's size, files or LoRAs.
 
         Args:
             job: Job of a line.
@@ -115,7 +118,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Raise a `RequestError` if the server lacks a job's LoRA, or has another file of it."""
+        """Raise a `RequestError` if the server lacks a job's LoRA, or the LoRA's file differs."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -175,7 +178,8 @@ def server_model(answer: Mapping[str, Any]) -> ServerModel:
         answer: JSON of the response.
 
     Raises:
-        ServerError: The server accepts no batches, or this svdpp does not know its model's family.
+        ServerError: The server accepts no batches, or this version of svdpp does not know the
+            family of the server's model.
     """
     try:
         (model,) = answer["data"]

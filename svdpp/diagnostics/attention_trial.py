@@ -29,7 +29,7 @@ _SLOW_BACKEND = "flex"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendTrial:
-    """Result of trying one attention backend on a device: whether it repeats its bits."""
+    """Result of trying one attention backend on a device: whether equal inputs give equal bits."""
 
     name: str
     is_chosen: bool
@@ -50,7 +50,7 @@ class _TrialSetup:
 
 
 def try_backends(config: PipelineConfig) -> list[BackendTrial]:
-    """Try attention backends on the first device of a configuration: do they repeat their bits?
+    """Try attention backends on a configuration's first device: do equal inputs give equal bits?
 
     Two processes compute the attention of the same inputs, several times each.
 

@@ -202,7 +202,7 @@ _GIB = 2**30
 #: Minimum free bytes of the output folder's disk, enough for about a hundred clips and the log.
 _MIN_FREE_BYTES = 2**28
 # Side of a frame in pixels, number of frames, and number of steps of the test clips. The clips are
-# small, but libx264 and the demo model run as for any clip.
+# small, but use the same code of libx264 and of the demo model as larger clips.
 _SIDE, _FRAMES, _STEPS = 64, 4, 4
 
 
@@ -432,7 +432,7 @@ def profile(
 
     Args:
         config: Resolved or unresolved configuration; its layout is not used.
-        repeats: Number of clips that are measured at each rank, after a clip that warms up.
+        repeats: Number of clips that are measured at each rank, after a warm-up clip.
         log: Function that gets a line for each part that is measured.
         open_observer: Function that opens the progress display.
         prompt: Prompt of the clips; None: an example, if the model takes prompts.
@@ -440,7 +440,7 @@ def profile(
     config, checkpoint = resolve_config(measured_config(config), weights="all")
     pipeline, trace = Pipeline(config), Trace(config.world_size, first_clip=1)
     # Until the first clip reaches the last rank, some ranks are idle, and the others run faster
-    # than usual. So one clip more is made for each rank.
+    # than usual. So, besides the `repeats` clips, one clip for each rank is made.
     num_clips = config.world_size + repeats
     log(f"{num_clips} clips through {config.world_size} ranks for the times")
     requests = example_requests(config, num_clips, prompt=prompt)

@@ -121,7 +121,7 @@ def _busiest(metrics: RunMetrics) -> RankRunMetrics:
 
 
 def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the main cause why the busiest rank is busier than the other ranks."""
+    """Yield the main reason why the busiest rank is busier than the other ranks."""
     limit = _busiest(metrics)
     others = [rank for rank in metrics.ranks if rank is not limit]
     excess = limit.compute - statistics.fmean(rank.compute for rank in metrics.ranks)
@@ -137,7 +137,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
         return work.seconds / slowness - statistics.fmean(each.seconds for each in theirs)
 
     # One tuple for each possible cause: the seconds of the busiest rank's extra work that the cause
-    # explains, its kind, and its text.
+    # explains, the cause's kind, and the cause's text.
     lost, kind, why = max(
         (more(limit.decode, [rank.decode for rank in others]), "decode",
          f"its decodes take {limit.decode.seconds / limit.compute:.0%} of its work"),
@@ -153,7 +153,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def _waits(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the causes for which ranks of a run wait. Causes without an effect have 0 seconds."""
+    """Yield the causes of the ranks' waits in a run. Causes without an effect have 0 seconds."""
     rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)

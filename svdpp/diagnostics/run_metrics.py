@@ -105,7 +105,7 @@ class RankRunMetrics:
 
     @property
     def unaccounted(self) -> float:
-        """Seconds of a rank's `wall` that are in none of the parts `compute`, `wait` and so on.
+        """Seconds of a rank's `wall` that are not in `compute`, `wait`, `transfer` or `idle`.
 
         The four parts are measured independently, so the value shows the error of measurement.
         """
@@ -209,8 +209,8 @@ def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> 
 
     Args:
         pipeline: Pipeline that has ended.
-        requests: Requests of the pipeline's clips, in order. If the trace keeps only some clips,
-            the last requests count.
+        requests: Requests of the pipeline's clips, in order. If the trace keeps only the
+            last clips, only their requests are used.
 
     Returns:
         Metrics; None if no rank has done an action.
@@ -393,7 +393,7 @@ _RUN_METRICS = TypeAdapter(RunMetrics)
 
 
 def parse_run_metrics(manifest: Mapping[str, Any], where: str) -> RunMetrics | None:
-    """Return the run's metrics that its manifest (`run.json`) has; None if it has none.
+    """Return the metrics in a run's manifest (`run.json`); None if the manifest has no metrics.
 
     Args:
         manifest: Content of a `run.json`.

@@ -71,7 +71,7 @@ def read_bytes(path: Path) -> bytes:
     name = repr(str(path))
     details: dict[str, object] = {"path": str(path)}
     try:
-        # O_NONBLOCK, because opening a named pipe would otherwise wait for a writer.
+        # Without O_NONBLOCK, opening a named pipe would wait for a writer.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise InputError(f"{name} is not a regular file", details=details)
@@ -104,8 +104,8 @@ def read_image(path: Path, max_pixels: int = MAX_PIXELS) -> tuple[Image.Image, M
         max_pixels: Largest number of pixels.
 
     Raises:
-        InputError: The file is not an image of these formats, or the image is damaged, or too
-            large, small or narrow.
+        InputError: The file is not an image in one of `FORMATS`, or the image is damaged, too
+            large, too small or too narrow.
     """
     return decode_image(read_bytes(path), path, max_pixels)
 
@@ -176,8 +176,8 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
         # orientation tag.
         orientation = image.getexif().get(_ORIENTATION)
         rgb, conversion = to_rgb(image)
-    # Only the orientation is kept, because `exif_transpose` writes all tags again, and fails for
-    # some of the others.
+    # All tags except the orientation are removed, because `exif_transpose` writes all tags again,
+    # and cannot write some tags.
     rgb.info.clear()
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb), conversion
@@ -253,7 +253,7 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
             frame's aspect ratio; `pad` adds black bars on both sides.
 
     Raises:
-        InputError: Padding would take too many pixels.
+        InputError: The padded image would have too many pixels.
     """
     if fit == "stretch":
         return image

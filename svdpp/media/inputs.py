@@ -29,9 +29,9 @@ from svdpp.media.images import (
 from svdpp.media.prompts import slugify_prompt
 from svdpp.media.video_frames import decode_video, probe_video
 
-#: Suffixes of image files that are found in a folder or by a glob pattern.
+#: Suffixes of image files. In a folder or for a glob pattern, other files are skipped.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
-#: Suffixes of video files that are found in a folder or by a glob pattern.
+#: Suffixes of video files. In a folder or for a glob pattern, other files are skipped.
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
 #: Decoded input of a clip: image; frames of a video; or, for several files, images and frames by
@@ -70,7 +70,7 @@ class ClipInput:
         return slugify_prompt(self.prompt or "") or "prompt"
 
     def request(self, seed: int) -> ClipRequest:
-        """Return a request for a clip of these inputs with `seed`. It names no output file."""
+        """Return a request, without an output file, for a clip of these inputs with `seed`."""
         return ClipRequest(
             seed=seed,
             image=None if self.media_file is None else str(self.media_file.path),
@@ -326,14 +326,14 @@ def example_images() -> list[Path]:
     return sorted(_FOLDER.glob("*.jpg"))
 
 
-#: Former name of `example_images`, which the next version will drop.
+#: Former name of `example_images`. The next version will drop this former name.
 example_photos = example_images
 
 
 def example_requests(
     config: PipelineConfig, num_clips: int, *, seed: int = 0, prompt: str | None = None
 ) -> list[ClipRequest]:
-    """Return clips to run for a measurement or self-test, with svdpp's example image and prompt.
+    """Return requests of clips for a measurement or self-test, with example image and prompt.
 
     Args:
         config: Configuration whose model and sampling parameters decide which inputs are needed.

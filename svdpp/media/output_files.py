@@ -148,8 +148,8 @@ def remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        # Errors are ignored, because most callers clean up after another error, and report that
-        # one.
+        # Errors are ignored, because most callers clean up after another error, and report only
+        # that error.
         with contextlib.suppress(OSError):
             path.unlink()
 
@@ -157,8 +157,8 @@ def remove(path: Path) -> None:
 def check_writable(folder: Path) -> None:
     """Raise an `OutputError` unless `folder` is writable; remove files that killed runs left there.
 
-    A missing folder is not created for the check, because another run could find it before its
-    removal.
+    A missing folder is not created for the check, because another run could begin to use the folder
+    before the check removes it.
 
     Raises:
         OutputError: The folder cannot be written to or created.

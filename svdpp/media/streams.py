@@ -25,7 +25,7 @@ _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
 # Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
 # A file whose first packet has at most this time, in seconds, counts as beginning at time 0: muxers
-# that write no edit list leave such a gap for reordered frames.
+# that write no edit list leave a short gap before the first frame, to reorder frames.
 _UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images. In a file with a real video, a stream with one of these codecs is a cover
 # image.
@@ -83,7 +83,7 @@ def probe_streams(
 def main_video(streams: Sequence[Stream]) -> Stream | None:
     """Return the first video stream that is not a cover image; None if there is none.
 
-    Covers are streams that are marked as such, and single images beside a moving video.
+    Streams that are marked as covers, and single images beside a moving video, are cover images.
     """
     videos = [each for each in streams if each.kind == "video" and not each.is_cover]
     if not videos:
@@ -98,8 +98,8 @@ def read_streams(path: Path) -> list[Stream]:
     Raises:
         MediaFailure: The file cannot be read, or has too many packets.
     """
-    # Without -copyts, ffmpeg would subtract the time of the first packet. A player shows nothing
-    # until then, so this time has to be compared.
+    # Without -copyts, ffmpeg would subtract the time of the first packet. This time has to be
+    # compared, because a player shows nothing before it.
     source = ["-copyts", *mp4_source(path)]
     streams = {each.index: each for each in probe_streams(source)}
     arguments = ["-map", "0", "-c", "copy", "-copy_unknown", "-fs", str(_MAX_LISTING)]

@@ -54,7 +54,7 @@ _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # maximum time of an encode; each frame adds one second
+_WRITE_SECONDS = 60.0  # maximum time of an encode, plus one second for each frame
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 _AAC_BLOCK = 1024  # samples in one block of AAC
 
@@ -85,7 +85,7 @@ def write_clip(
             Formats other than mp4 ignore the sound.
 
     Returns:
-        SHA-256 of the written file, as by `clip_sha256`.
+        SHA-256 of the written clip, as `clip_sha256` returns it.
 
     Raises:
         OutputError: The clip cannot be written, or differs when it is read back.
@@ -167,7 +167,7 @@ def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> l
 
     Args:
         ours: File to check.
-        theirs: File that is known to be right.
+        theirs: Reference file.
         format: Format of both files.
 
     Returns:
@@ -216,7 +216,7 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return clauses on metadata in a clip's PNG files by which viewers show other pixels.
+    """Return clauses on metadata in a clip's PNG files that make viewers change the pixels.
 
     Returns:
         A clause for each property, with the first file that has it.
@@ -243,7 +243,7 @@ class FolderDifference:
     surplus: tuple[str, ...]
     """Names of frames beyond the clip's last frame, sorted."""
     others: tuple[str, ...]
-    """Names of entries that are not frames: other files, and folders, with `/` at the end."""
+    """Names of entries that are not frames: files, and folders (with `/` after their names)."""
 
     @property
     def has_folders(self) -> bool:
@@ -252,7 +252,10 @@ class FolderDifference:
 
     @property
     def faults(self) -> list[str]:
-        """Clauses for an error message, one for each kind of difference; empty if there is none."""
+        """Clauses for an error message about a folder's missing, surplus and other entries.
+
+        Empty if there are no such entries.
+        """
         kinds = (
             ("it lacks", self.missing),
             ("it has frames after its last frame", self.surplus),
@@ -262,7 +265,7 @@ class FolderDifference:
 
 
 def folder_difference(folder: Path, num_frames: int) -> FolderDifference:
-    """Return how the names in a clip's folder of PNG files differ from those of `write_clip`.
+    """Return how the file names in a clip's folder differ from the names that `write_clip` uses.
 
     Args:
         folder: Folder of a clip.
@@ -324,7 +327,7 @@ def read_metadata(path: Path) -> dict[str, object]:
 
 
 def clip_sha256(path: Path) -> str:
-    """Return the SHA-256 of a clip's file; for a folder of frames, of all names and hashes in it.
+    """Return the SHA-256 of a clip's file, or of the names and hashes of a folder's frame files.
 
     Raises:
         InputError: A file cannot be read, or is not a regular file.
@@ -460,7 +463,7 @@ def _encode_animation(frames: Frames, format: VideoFormat, fps: float, text: str
     exif = Image.Exif()
     exif[ExifTags.Base.ImageDescription] = text
     extra = {"comment": text.encode()} if format == "gif" else {"exif": exif, "quality": 90}
-    # The clip is encoded in memory and then written, because Pillow's errors do not tell that the
+    # The clip is encoded in memory and then written, because Pillow's errors do not say that the
     # disk is full.
     buffer = io.BytesIO()
     first.save(
@@ -501,7 +504,7 @@ def _write_folder(folder: Path, frames: Frames, text: str) -> None:
 
 
 def _stack_frames(images: Iterable[Image.Image]) -> Frames:
-    """Decode a stored clip's frames to (F, H, W, 3); raise once they exceed a clip's limits."""
+    """Decode a stored clip's frames to (F, H, W, 3); raise an error above a clip's limits."""
     frames: list[Frames] = []
     for image in images:
         _check_clip_size(len(frames) + 1, image.height, image.width)

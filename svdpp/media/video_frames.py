@@ -30,7 +30,7 @@ _ANIMATED = tuple(name for name in FORMATS if name in ("GIF", "WEBP", "PNG", "AV
 
 
 def probe_video(path: Path, num_frames: int, max_pixels: int) -> MediaFile:
-    """Raise an `InputError` unless a video has enough frames that decode; return its metadata.
+    """Raise an `InputError` unless enough frames of a video can be decoded; return its metadata.
 
     Args:
         path: Path of a video, animation or image. An image is repeated for all frames.

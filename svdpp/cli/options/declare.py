@@ -29,8 +29,8 @@ VARIABLES = (
     *("SVDPP_MODEL", "SVDPP_DEVICE", "SVDPP_DATA", "SVDPP_QUEUE", "SVDPP_FILES", "SVDPP_LOG_FILE"),
 )
 
-#: Aliases of options and choices, which the help does not show: names of diffusers and torchrun,
-#: and of earlier versions.
+#: Aliases of options and choices: names that diffusers, torchrun or earlier versions of svdpp use.
+#: The help does not show them.
 ALIASES = {
     "world": "gpus",
     "num-inference-steps": "steps",
@@ -96,7 +96,7 @@ def collected_options(each: Field[Any]) -> Mapping[str, Any]:
 
 
 def path_option(*names: str, **about: Any) -> Any:
-    """Return Typer's declaration of an option whose value is a path that is not empty.
+    """Return Typer's declaration of an option whose value is a path; empty text is rejected.
 
     The command itself checks whether the file exists, and can be read or written.
 
@@ -119,7 +119,7 @@ def argument(metavar: str, help: str, **more: Any) -> Any:
 
 
 def path_argument(metavar: str, help: str) -> Any:
-    """Return Typer's declaration of a positional argument: a path that is not empty.
+    """Return Typer's declaration of a positional argument: a path; empty text is rejected.
 
     Args:
         metavar: Placeholder in the help.
@@ -129,7 +129,7 @@ def path_argument(metavar: str, help: str) -> Any:
 
 
 def in_range(low: int, high: int | None = None) -> Any:
-    """Return a callback for an option that rejects a number which is out of range.
+    """Return a callback for an option; the callback rejects a number that is out of range.
 
     Args:
         low: Smallest number that is allowed.

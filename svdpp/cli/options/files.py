@@ -156,7 +156,7 @@ class PromptOptions:
             sampling: Sampling parameters of the clips.
             max_pixels: Largest number of pixels of a last image or a reference, or of a frame of a
                 further video.
-            example: Prompt to use if the user gives none; None: such clips have no prompt.
+            example: Prompt to use if the user gives no prompt; None: then clips have no prompt.
 
         Returns:
             Inputs in the order of the images, then of the prompts.
@@ -503,7 +503,7 @@ class TraceOptions:
 
     @contextlib.contextmanager
     def write_trace(self, pipeline: Pipeline) -> Iterator[None]:
-        """Write the trace of a pipeline during the `with` block; complete it even after a failure.
+        """Write the trace of a pipeline during the `with` block; complete it even after an error.
 
         Args:
             pipeline: Pipeline whose `with` block is inside this one.

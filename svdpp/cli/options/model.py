@@ -235,7 +235,7 @@ class ModelOptions:
     def family(self) -> str:
         """Family of the model that the options choose, such as `wan`.
 
-        To find it, the model's configs are read, and downloaded if necessary.
+        The family is read from the model's configs, which are downloaded if necessary.
         """
         return "svd" if self.checkpoint is None else self.checkpoint.family
 
@@ -313,7 +313,7 @@ class ModelOptions:
         has_last_image: bool | None = None,
         num_references: int = 0,
     ) -> SamplingConfig:
-        """Return a clip's sampling parameters: given options, model's defaults, then diffusers'.
+        """Return a clip's sampling parameters: options, else the model's or diffusers' defaults.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.

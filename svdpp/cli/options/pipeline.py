@@ -33,8 +33,8 @@ def layout_options_field(**shown_defaults: str) -> Any:
     """Return a dataclass field that adds an option for each field of `ParallelConfig`.
 
     Args:
-        shown_defaults: Defaults for the help text, in words, by option. They replace the usual
-            ones, such as `uniform` for `split`.
+        shown_defaults: Words for the defaults in the help text, by option. They replace the
+            usual words, such as `uniform` for `split`.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -219,7 +219,7 @@ class PipelineOptions(ModelOptions):
         """Convert the options to a `PipelineRequest`, which chooses what the user leaves open.
 
         Args:
-            device: Device, if it is already decided; "": that of the options.
+            device: Device, if it is already decided; "": the device of the options.
             from_image: Whether clips start from an image; None: only if the model needs one.
             has_last_image: Whether clips end at an image; None: only if the model needs one.
             num_references: Number of reference images of each clip, besides its input image.
