@@ -1,4 +1,4 @@
-"""Checkpoints: how they are found and loaded, and errors that name each defect."""
+"""Checkpoints: the search for them, their loading, and errors that name each defect."""
 
 from __future__ import annotations
 

@@ -392,7 +392,7 @@ def test_the_rows_say_which_denoisers_diffusers_loads() -> None:
 def test_denoisers_that_a_model_cannot_load_are_refused(
     tiny_models: TinyModels, wan: Path, ltx: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """GGUF files for a model that cannot use them are refused, before the files are searched."""
+    """GGUF files for a model that cannot use them are refused, before a search for the files."""
     for model, names, words in (
         ("demo", ["x"], "diffusers loads no UNetSpatioTemporalConditionModel from a GGUF file"),
         (tiny_models("latte").checkpoint.folder, ["x"], "diffusers loads no LatteTransformer3DM"),

@@ -19,7 +19,7 @@ from tests.support.tiny_families import CASES, FIRST, chosen
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 #: Latents in a packet between two steps, besides what the encode gives, by family: the latent
-#: itself, and what follows. For all other families it is the latent alone.
+#: itself, and what the comments name. Packets of all other families have only the latent itself.
 _LATENTS = {
     # UniPC: the last two predictions, and the latent before the step.
     **dict.fromkeys(

@@ -327,8 +327,9 @@ def test_another_dtype_is_refused_with_the_one_that_it_was_quantised_in(quantise
 
 
 def test_other_files_for_it_are_refused(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quantised denoiser takes no LoRA and no GGUF file. These are refused before a search for
-    files.
+    """A quantised denoiser takes no LoRA and no GGUF file.
+
+    Such files are refused before svdpp searches for them.
     """
     lora, file = Lora(name="x.safetensors", expert="high"), Denoiser(name="x.gguf", expert="high")
     for more, words in (

@@ -47,7 +47,7 @@ def _servers(server: HttpServer) -> list[dict[str, Any]]:
 
 
 def wait_made(server: HttpServer, ids: dict[str, int]) -> None:
-    """Wait until a server has completed clips, and compare their latents with a plain loop's.
+    """Wait until a server has completed clips, and compare the clips' latents with a plain loop's.
 
     `ids` maps each clip's id to the clip's seed.
     """

@@ -183,7 +183,7 @@ def test_what_nobody_needs_goes_unless_it_is_new_or_changes(store: JobQueue, fol
     seen = remove_orphans(store, set())
     assert all(path.exists() for path in (image, upload, part))
     part.write_bytes(b"a rank of another host writes it")
-    image.rename(image.with_name(f"{new_id()}.png"))  # as if a new request had come
+    image.rename(image.with_name(f"{new_id()}.png"))  # as if a new request had uploaded the image
     seen = remove_orphans(store, seen)
     assert not upload.exists()
     assert part.exists()
