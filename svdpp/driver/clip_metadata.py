@@ -359,12 +359,15 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metadata that are embedded in the video: all fields except the file's own hash."""
+    """Return the part of a clip's metadata that is embedded in the video: all but `file_sha256`."""
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
-    """Return the sampling parameters from a clip's checked metadata."""
+    """Return the sampling parameters recorded in a clip's metadata.
+
+    The metadata must have been checked before.
+    """
     names = ("family", *sampling_fields(metadata["family"]))
     has_last_image = metadata.get("last_image_sha256") is not None
     given: dict[str, Any] = {"has_last_image": True} if has_last_image else {}
@@ -374,7 +377,7 @@ def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
 
 
 def weights_identity(checkpoint: Checkpoint) -> object:
-    """Return a value that identifies a model's weights on this machine, and changes when they do.
+    """Return an identifier of a model's weights on this machine, which changes with the weights.
 
     Returns:
         For a hub model, the commit hash. For a model in a folder, a list with the path, size and

@@ -17,8 +17,9 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# File systems limit the length of a file name in bytes. A name of `_UNIQUE_BYTES` leaves room for a
-# seed and a suffix. A name of `_NUMBERED_BYTES` also leaves room for a number such as `-2`.
+# File systems limit the length of a file name in bytes. After `_UNIQUE_BYTES` bytes, there is room
+# for a seed and a suffix. After `_NUMBERED_BYTES` bytes, there is also room for a number such as
+# `-2`.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
 #: Names of files that each run writes. A clip cannot have these names.

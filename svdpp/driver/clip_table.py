@@ -83,7 +83,7 @@ def _without_suffix(output: str) -> str:
 class ClipTable:
     """Rows of `clips.jsonl`, the JSON Lines table of a run, in the order of the jobs.
 
-    The rows are kept as text, which needs little memory. `RunManifest` writes the file.
+    The rows are held as text, because text needs little memory. `RunManifest` writes the file.
 
     Args:
         path: Path of `clips.jsonl`.
@@ -134,7 +134,7 @@ class ClipTable:
         return self._text({**row, "job": None})
 
     def update(self, index: int, state: str, result: Mapping[str, Any], **more: Any) -> None:
-        """Set a clip's state, and results if it is finished, in its row of `clips.jsonl`.
+        """Update a clip's row of `clips.jsonl`: the state, and for a finished clip the results.
 
         Args:
             index: Position of the clip's job among the jobs of the run, from 0.

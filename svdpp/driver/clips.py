@@ -63,7 +63,7 @@ class ClipResult:
 
 @dataclass(frozen=True)
 class ClipFailure:
-    """Clip that failed, for example because of a damaged image. Other clips are still made."""
+    """Clip that failed, for example because of a damaged image. The run continues."""
 
     clip: int
     request: ClipRequest
@@ -168,7 +168,7 @@ class ClipHandle(Future[ClipResult]):
 
 # A rank may write a latent checkpoint after the clip has ended. So for this number of the latest
 # clips, checkpoints are removed once more at the end of the run. Older clips have no such
-# checkpoints, because a rank queues at most three.
+# checkpoints, because a rank queues at most three checkpoints for writing.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
@@ -180,8 +180,8 @@ class ClipTracker:
     ended clips get their results. Any thread may add clips and wait for clips.
 
     Args:
-        send_to_all: Function that sends a message to every rank, which the tracker uses to cancel
-            clips.
+        send_to_all: Function that sends a message to every rank. The tracker cancels clips by such
+            messages.
         latents_folder: Folder of latent checkpoints. When a clip is finished, the tracker removes
             the clip's checkpoints. None: there are no checkpoints.
         tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks
@@ -355,7 +355,7 @@ class ClipTracker:
             return None
 
     def _record_result(self, clip: int, outcome: dict[str, Any] | SvdppError | None) -> None:
-        """Pass a clip's outcome to its handle; remove its checkpoints, unless it has failed.
+        """Set the outcome in a clip's handle; remove checkpoints unless the clip has failed.
 
         Call this when the ranks no longer work on the clip.
 
@@ -378,8 +378,8 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        # The request is removed last. Until the handle has its outcome, another thread can add the
-        # request by `cancel`.
+        # The request is removed from `_cancelled` last, because another thread can add the request
+        # by `cancel` until the handle has its outcome.
         self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:

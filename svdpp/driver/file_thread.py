@@ -9,7 +9,7 @@ from concurrent.futures import Future
 
 
 class FileThread:
-    """Daemon thread that runs submitted file operations in order. It starts with the first.
+    """Daemon thread, started by the first `submit`, that runs file operations in order.
 
     A file operation on a network folder blocks while the file server is down, possibly forever. The
     thread that supervises the ranks must not block, so it submits its file operations to this

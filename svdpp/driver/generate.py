@@ -63,7 +63,7 @@ def generate(
 ) -> list[ClipResult]:
     """Make clips, as `svdpp run` does, and wait for all of them.
 
-    Ranks are started for this call, and end with it. A `Pipeline` keeps ranks for further clips.
+    Each call starts ranks and ends them. To keep ranks for further clips, use a `Pipeline`.
 
     Args:
         inputs: Images, as paths, folders, glob patterns or PIL images: one clip for each

@@ -40,7 +40,8 @@ from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
 # The largest clip of a run is searched for before the model's default number of frames is known. So
-# clips that set no number of frames count as this long. Published SVD models make 14 or 25 frames.
+# a clip without a number of frames counts as a clip of this number of frames. Published SVD models
+# make 14 or 25 frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
@@ -52,7 +53,7 @@ _LINE_FIELDS = (
 def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     """Check that a run can write its output files; return the number of clips that already exist.
 
-    This also checks that ffmpeg is found. It is called before the model is searched for.
+    The function also checks that ffmpeg is installed. Call it before the search for the model.
 
     Args:
         jobs: Jobs of the run, with names.
@@ -205,7 +206,7 @@ def _check_own_files(policy: OutputPolicy) -> None:
 def find_refused_jobs(
     jobs: Sequence[RunJob], config: PipelineConfig, checkpoint: Checkpoint
 ) -> list[tuple[RunJob, SvdppError]]:
-    """Return the jobs that the model or the ranks cannot make, each with the reason.
+    """Return the jobs whose clips the model or the ranks cannot make, each with the reason.
 
     Args:
         jobs: Jobs of the run.
@@ -324,7 +325,7 @@ def _is_large(job: RunJob) -> bool:
 def _kept_clip(
     output: OutputConfig, metadata: dict[str, Any], policy: OutputPolicy
 ) -> tuple[dict[str, Any] | None, bool]:
-    """Return an existing clip's JSON if the run keeps it, and whether a new clip replaces it.
+    """Return an existing clip's JSON if the run keeps the clip, and whether a new clip replaces it.
 
     Returns:
         Two values. The first is the JSON of the existing clip, or None if the clip must be made.
@@ -349,7 +350,7 @@ class _ChangedClipError(RequestError):
 
     is_of_line = False
     """Whether a line of a jobs file can set each of the parameters that differ. False if one of
-    them, such as the dtype, is an option of the whole run."""
+    these parameters, such as the dtype, is an option of the whole run."""
 
 
 def _finished_clip(output: OutputConfig, metadata: dict[str, Any]) -> dict[str, Any] | None:

@@ -34,8 +34,8 @@ SCHEMA_VERSION = 1
 _WRITE_SECONDS = 1.0
 # Limit in bytes for a manifest that is read. A manifest with `MAX_CLIPS` clips is far smaller.
 _MAX_BYTES = 2**30
-# Timeout in seconds of the writes at the beginning and the end of a run. After it, the output
-# folder counts as unresponsive.
+# Timeout in seconds of the writes at the beginning and the end of a run. After this timeout, the
+# output folder counts as unresponsive.
 _LAST_WRITE_SECONDS = 20.0
 
 
@@ -209,7 +209,7 @@ class RunManifest:
     def set_measurements(self, metrics: Mapping[str, Any]) -> None:
         """Set the run's metrics in `run.json`, for `svdpp report`.
 
-        They are written at the end of the `with` block.
+        The metrics are written at the end of the `with` block.
 
         Args:
             metrics: JSON values by name.

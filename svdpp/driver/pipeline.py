@@ -43,8 +43,8 @@ class Pipeline(PipelineRanks):
             clips. None or `pipeline`: the layout of the configuration.
         num_clips: Number of clips for the forecast, which `auto` needs.
         checkpoint: Checkpoint of the model; None: the pipeline reads the checkpoint's configs.
-        tensor_folder: Folder in which the latent of each transfer and the frames are kept for
-            verification; None: no tensors are kept.
+        tensor_folder: Folder in which the ranks store the latent of each transfer and the frames of
+            each clip, for verification; None: no tensors are stored.
         latents_folder: Folder for latent checkpoints of requests with a `latents_key`. A checkpoint
             is kept until the clip is finished. Requests with `done_steps` resume from a checkpoint.
         profile_path: Path of the torch.profiler trace of one clip on rank 0; None: no trace.

@@ -316,7 +316,8 @@ class PipelineRanks:
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                # The signal ended all ranks, and another rank has only reported it earlier.
+                # The same signal ended all ranks; another rank has only reported the signal
+                # earlier.
                 failure = None
         self._clean_up(failure or error)
         return failure
@@ -375,7 +376,7 @@ class PipelineRanks:
 def shared_settings(config: PipelineConfig, checkpoint: Checkpoint | None) -> dict[str, str]:
     """Return the settings of a pipeline that must be equal on all ranks of a launcher, by name.
 
-    A launcher starts each rank by a command of its own, so the ranks compare these settings.
+    A launcher starts each rank by a separate command, so the ranks compare these settings.
 
     Args:
         config: Resolved configuration.

@@ -316,7 +316,7 @@ class PipelineRequest:
 
     @cached_property
     def _given(self) -> Mapping[str, Any]:
-        """Layout fields that the user has set, and the split that svdpp chooses for lack of one."""
+        """Layout fields that the user has set, and a default split if the user has set no split."""
         split = self._default_split
         return self.parallel if split is None else {**self.parallel, "split": split}
 
@@ -416,7 +416,7 @@ class PipelineRequest:
 
     @cached_property
     def allows_pairs(self) -> bool:
-        """Whether `auto` may choose `cfg_parallel` 2, which is so only if it changes no bits."""
+        """Whether `auto` may choose `cfg_parallel` 2: only if this choice changes no bits."""
         # Models with two experts call the denoiser once for each branch of the guidance. So two
         # ranks make the same calls as one rank.
         if self.expert_boundary is not None:

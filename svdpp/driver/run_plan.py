@@ -25,7 +25,7 @@ BATCH_SIZE = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedClip:
-    """Clip that still must be made. Few fields save memory, as a run may have 100,000 clips."""
+    """Clip that still must be made. It has few fields, because a run may have 100,000 clips."""
 
     index: int
     """Position of the clip's job among the jobs of the run, from 0."""

@@ -55,7 +55,7 @@ OpenObserver = Callable[[str, Schedule], AbstractContextManager[Observer]]
 
 
 def no_observer(title: str, schedule: Schedule) -> AbstractContextManager[Observer]:  # noqa: ARG001
-    """Return a context manager that yields an observer of ranks' events that does nothing.
+    """Return a context manager that yields an observer which ignores all events of the ranks.
 
     Args:
         title: Title of the run, which is ignored.
@@ -228,7 +228,7 @@ class Supervisor:
             self._stall_detector.record(rank, event, time.monotonic())
             self.trace(rank, event)
             if isinstance(event, Failed):
-                # only a rank's first report is kept, because later ones are consequences
+                # only a rank's first report is kept, because later reports are consequences
                 self._failures.setdefault(rank, event)
             for observer in self._observers:
                 observer(rank, event)
@@ -260,7 +260,7 @@ class Supervisor:
         )
 
     def _mismatch_error(self, rank: int, error: MismatchError, event: Failed) -> RankError:
-        """Return the error for a packet that a rank has rejected. It names the sender as the cause.
+        """Return the error for a packet that a rank has rejected; it names the packet's sender.
 
         Args:
             rank: Rank that has rejected the packet.

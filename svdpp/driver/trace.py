@@ -131,8 +131,8 @@ class SpanBuilder:
             case StepDone():
                 steps = self._open_steps[rank]
                 if steps and steps[-1].clip != event.clip:
-                    # The earlier steps belong to an action that failed, and so sent no
-                    # `ActionDone`. They are dropped.
+                    # The earlier steps are dropped. They belong to a failed action, for which the
+                    # rank sent no `ActionDone`.
                     steps.clear()
                 steps.append(event)
             case ActionDone():

@@ -1,9 +1,10 @@
 """Fork server for CPU ranks, which imports torch and the model's classes once for all ranks.
 
 This module does not import torch, so that a command can start the server before it imports torch
-itself. The server is the fork server of multiprocessing. On its own, it would not notice during its
-imports that the process that started it has ended, and it would wait forever for a stopped rank. So
-the server imports this module first, which asks the kernel for a signal when that process ends.
+itself. The server is the fork server of multiprocessing. By default, the server would not notice
+during its imports that its starter (the process that started the server) has ended, and the server
+would wait forever for a stopped rank. So the server first imports this module, which asks the
+kernel for a signal when the starter ends.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _end_server_at_exit() -> None:
 
 
 def modules_for(family: str | None) -> list[str]:
-    """Return the modules that the fork server should import for a model, for `start_ranks`.
+    """Return the modules that the fork server imports for a model: `preload` of `start_ranks`.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -127,8 +128,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     def end() -> None:
         """Wait for the end of the process that started this fork server; end ranks and server.
 
-        This function runs at the server's normal exit, which follows when that process closes its
-        end of the pipe.
+        This function runs at the server's normal exit, which follows when the process that started
+        the server closes its end of the pipe.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         # The parent is checked repeatedly, because an ending process closes its pipes a moment
@@ -146,7 +147,7 @@ def _print_unless_reported(
 ) -> None:
     """Print an uncaught exception of the fork server, unless the parent reports it.
 
-    The parent reports that the system refused a fork.
+    The parent reports an exception if it means that the system refused a fork.
     """
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)

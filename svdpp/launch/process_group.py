@@ -206,8 +206,8 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
         local_size: Number of ranks on this host.
-        launched: Whether a launcher started the ranks, which may make only one GPU visible to each
-            rank.
+        launched: Whether a launcher started the ranks. A launcher may make only one GPU visible to
+            each rank.
 
     Raises:
         RequestError: The machine has too few CUDA devices.
@@ -235,10 +235,10 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
 def choose_interface(
     peer: str, *, spans_hosts: bool, environment: MutableMapping[str, str] = os.environ
 ) -> str:
-    """Choose the network interface for gloo and NCCL; set their variables, and return its address.
+    """Choose the network interface for gloo and NCCL; return the interface's address.
 
-    GLOO_SOCKET_IFNAME can name the interface. Otherwise it is the interface through which `peer` is
-    reached.
+    The user can name the interface in GLOO_SOCKET_IFNAME. By default, the interface through which
+    `peer` is reached is used.
 
     Args:
         peer: Name or address of the store's host.

@@ -229,7 +229,7 @@ def kill_with_children(pids: Collection[int]) -> None:
 
     Children are listed first, because a child gets another parent when its parent ends. Children
     are killed last, because a living parent would report a killed ffmpeg as a failed clip. A child
-    that is started after the listing ends by itself, because its input is closed.
+    that starts later ends by itself, because its input is closed.
 
     Args:
         pids: Process ids; processes that have ended are skipped.
@@ -421,9 +421,9 @@ def remove_temp_files() -> None:
 
 
 def remove_temp_folder(folder: str) -> bool:
-    """Remove the temporary folder of multiprocessing, for a process that ends.
+    """Remove multiprocessing's temporary folder of a process that is about to end.
 
-    If another process was killed while it removed the folder, this removes the rest.
+    If another process was killed while it removed the folder, this function removes the rest.
 
     Returns:
         Whether the folder has been removed completely.

@@ -2,8 +2,8 @@
 
 Rank 0 listens on one address, and writes its endpoint and a secret to the launcher's store. Both
 ends of a connection prove that they know the secret. Each end sends a message every second, and the
-kernel closes a connection if the other host does not acknowledge them. When all work is done or a
-rank has failed, rank 0 sends END to all ranks, so that no rank outlives the run.
+kernel closes a connection if the other host does not acknowledge the messages. When all work is
+done or a rank has failed, rank 0 sends END to all ranks, so that no rank outlives the run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class RankHello(NamedTuple):
     shared_settings: dict[str, str]
     """Settings of the rank, which must equal the settings of rank 0."""
     missing: list[str]
-    """Paths in `Endpoint.probes` that do not exist on this host. All hosts must share them."""
+    """Paths in `Endpoint.probes` that do not exist on this host, although all hosts must share
+    them."""
     error: dict[str, Any] | None
     """Error that keeps the rank from starting, from `error_to_dict`; None: no error."""
 
@@ -185,8 +186,8 @@ def connect(
 ) -> tuple[Connection, Endpoint]:
     """Connect this rank to rank 0, with retries until rank 0 listens.
 
-    Retries are needed, because until rank 0 listens, the store may have no endpoint, or that of an
-    earlier start of the ranks.
+    Retries are needed, because until rank 0 listens, the store may have no endpoint, or the
+    endpoint of an earlier start of the ranks.
 
     Args:
         store: Store that `process_group.open_store` returned.
@@ -209,7 +210,7 @@ def connect(
                 "see the output of rank 0 on its host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
-        # A TypeError means that the endpoint in the store has not the fields of `Endpoint`.
+        # A TypeError means that the endpoint in the store does not have the fields of `Endpoint`.
         except TypeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
@@ -412,8 +413,8 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # Settings are checked after all ranks have connected. Otherwise rank 0 could end before a rank
-    # has connected, and this rank would wait until its deadline.
+    # Settings are checked after all ranks have connected. Otherwise rank 0 could end before a late
+    # rank has connected, and the late rank would wait until its deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 
@@ -466,9 +467,9 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
 
 @contextlib.contextmanager
 def _probes(paths: Sequence[str]) -> Iterator[list[str]]:
-    """Yield files that show whether other hosts share `paths`: they must exist on all hosts.
+    """Yield paths of files that exist on another host only if that host shares `paths`.
 
-    A file in `paths` is yielded itself. In a folder, a temporary file is created.
+    For a file in `paths`, this is the file itself; for a folder, a new temporary file in it.
     """
     probes = []
     with contextlib.ExitStack() as made:

@@ -427,7 +427,7 @@ def start_ranks(
         _start_processes(workers, start, method, preload, start_timeout)
     except BaseException:  # usually a signal that arrives during the start
         group.kill()
-        # the fork server must go on if other groups of ranks use it: it knows their exit codes
+        # the fork server must go on if it has ranks of other groups, whose exit codes only it knows
         if not _groups:
             end_fork_server()
         raise

@@ -37,7 +37,7 @@ def measure_distances(
 ) -> None:
     """Compare the tensors of finished clips with the reference's, where hashes differ.
 
-    This is possible as far as the clips' tensors are available.
+    Tensors that are not available are not compared.
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -65,12 +65,12 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a recorded hash of a clip's latent, frames or sound is not the recomputed one."""
+    """Whether a recorded hash of a clip's latent, frames or sound is not the recomputed hash."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make finished clips again with a pair of ranks (`cfg_parallel` 2). Return any error."""
+    """Make finished clips again with a pair of ranks (`cfg_parallel` 2); return any error."""
     if not tasks:
         return None
     config = tasks[0].pair_config
@@ -83,7 +83,7 @@ def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError
 
 
 class _StoredTensors:
-    """Tensors of a finished clip: frames from PNG files, and all tensors if it was made again.
+    """Stored tensors of a finished clip, from its PNG files or from a run that made the clip again.
 
     Args:
         clip: Finished clip.
@@ -99,7 +99,7 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return a finished clip's latent, frames or sound; None if none has the recorded hash.
+        """Return a clip's latent, frames or sound if available with the recorded hash, else None.
 
         Args:
             what: `latent`, `frames` or `audio`.
@@ -114,7 +114,7 @@ class _StoredTensors:
 
 
 def load_stored_tensor(store: TensorStore, clip: int, what: str, steps: int) -> torch.Tensor | None:
-    """Return a clip's final latent, frames or audio from a tensor store; None if it was not kept.
+    """Return a clip's final latent, frames or audio from a tensor store; None if it is not there.
 
     Args:
         store: Store of the clip's tensors.

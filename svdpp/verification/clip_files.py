@@ -139,8 +139,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "`image` FOLDER names the folder of all inputs"
         if image is not None and not os.path.isdir(image):
-            # `image` is the path of the clip's first image. This other input is searched for at its
-            # recorded path and in the clip's folder.
+            # `image` is the path of the clip's first image, but another input is wanted. That input
+            # is searched for at its recorded path and in the clip's folder.
             image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
@@ -167,7 +167,8 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # The clip's file is found by the name of the JSON file (x.mp4.json describes x.mp4), not by the
     # JSON's content, so that the JSON describes the file beside it even after both were moved. Up
-    # to svdpp 0.3, the name was x.json, so the clip's name is read from the JSON.
+    # to svdpp 0.3, the JSON's name was x.json, so the name of the clip's file is read from the
+    # JSON.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -227,7 +228,7 @@ def _is_frames_folder(path: Path) -> bool:
 
 
 def _has_frames_json(path: Path) -> bool:
-    """Whether a path is a folder, and the JSON beside it says that it has a clip's frames."""
+    """Whether a path is a folder of a clip's frames, according to the JSON beside the folder."""
     if not (path.name and os.path.isdir(path)):
         return False
     with contextlib.suppress(InputError):
@@ -242,11 +243,12 @@ def _files_in(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
 
 
 # Smallest PSNR, in dB, at which two encodings count as the same clip. There is a limit for the
-# whole clip, for each frame, and for each block of a frame. Different versions of an encoder are
-# above 40 dB at every --crf up to 30, and different videos are far below 30 dB. Limits for frames
-# and blocks are needed because one altered frame, or a logo, hardly lowers the PSNR of the clip.
-# These limits leave room for other encoder settings: where two x264 presets are above 30 dB in the
-# clip, they are also above 28 dB in each frame and above 27 dB in each block.
+# whole clip, for each frame, and for each block of a frame. Encodings of one clip by different
+# versions of an encoder are above 40 dB at every --crf up to 30, and different videos are far below
+# 30 dB. Limits for frames and blocks are needed because one altered frame, or a logo, hardly lowers
+# the PSNR of the clip. These limits leave room for other encoder settings: if encodings by two x264
+# presets are above 30 dB in the whole clip, they are also above 28 dB in each frame and above 27 dB
+# in each block.
 _SIMILAR_DB = 30.0
 _SIMILAR_FRAME_DB = 25.0
 _SIMILAR_BLOCK_DB = 20.0

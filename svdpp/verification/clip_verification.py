@@ -151,7 +151,7 @@ def verify_clips(
 
 
 def compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[ClipCheck]:
-    """Compare recorded hashes of a clip's latent, frames and sound with recomputed ones.
+    """Compare recorded hashes of a clip's latent, frames and sound with recomputed hashes.
 
     Args:
         clip: Finished clip.
@@ -274,9 +274,9 @@ def _config(
 
 
 def _recorded_components(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Return, from a clip's JSON, repository and commit of each component from another repository.
+    """Return OWNER/NAME@COMMIT of each component that is not from the model's repository.
 
-    Another repository is one that is not the model's. The keys are names of components.
+    The values are from the clip's JSON. The keys are names of components.
     """
     return dict(metadata.get("components", {}))
 
@@ -300,8 +300,8 @@ def choose_device(metadata: Mapping[str, Any], gpus: Iterable[Gpu]) -> str:
         gpus: GPUs of this machine.
 
     Returns:
-        Of the GPUs of the recorded model, the one with the most free memory. `cuda:0` if this
-        machine has no GPU of the recorded model.
+        GPU with the most free memory among the GPUs of the recorded type, such as "NVIDIA H200".
+        `cuda:0` if this machine has no GPU of this type.
     """
     kind = metadata["conditions"].get("gpu")
     fitting = [gpu for gpu in gpus if kind in (None, gpu.name)]

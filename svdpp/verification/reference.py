@@ -275,7 +275,7 @@ class Reference:
 
 
 def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load a pipeline of diffusers that is not modular for the reference, as a user does."""
+    """Load the reference's pipeline if it is not modular, as a user of diffusers does."""
     dtype = model.dtype
     dtypes = {
         part: component_dtype(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
@@ -300,7 +300,7 @@ def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool)
 
 
 def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load a modular pipeline of diffusers for the reference, as a user does.
+    """Load the reference's pipeline if it is modular, as a user of diffusers does.
 
     Raises:
         ModelError: A component was not loaded. diffusers only logs the reason.
@@ -382,7 +382,7 @@ class _StepObserver:
         return self
 
     def step(self, _: Any, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the reference's `scheduler.step`, and report it to `after_step` if it ends a step.
+        """Call the reference's `scheduler.step`; call `after_step` if this ends a denoising step.
 
         The first call of `scheduler.step` after a call of the denoiser finishes a denoising step.
         """

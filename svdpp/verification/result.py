@@ -56,7 +56,8 @@ class Check:
     """Largest difference of an element in ULPs of the dtype; for frames and audio, in levels."""
     first_index: tuple[int, ...] | None
     """Index of the first element, in row-major order, that is beyond the tolerance. If no element
-    is beyond it, index of the first element whose bits differ. None if all bits are equal."""
+    is beyond the tolerance, index of the first element whose bits differ. None if all bits are
+    equal."""
     num_beyond: int
     """Number of elements beyond the tolerance."""
     sha256: str
@@ -146,7 +147,7 @@ class VerificationResult:
 
     @property
     def max_abs_diff(self) -> float:
-        """Largest absolute difference in all tensors that were compared with the reference's."""
+        """Largest absolute difference from the reference among all compared tensors."""
         return self.largest.max_abs_diff
 
     @property
@@ -323,8 +324,8 @@ def _ordered_integers(tensor: torch.Tensor) -> torch.Tensor:
     ULPs are units in the last place.
 
     The integers have the order of the floats: negative floats become negative integers; see Bruce
-    Dawson, "Comparing Floating Point Numbers". Integers, such as pixels or audio samples, do not
-    change.
+    Dawson, "Comparing Floating Point Numbers". Tensors of integers, such as pixels or audio
+    samples, are returned unchanged.
     """
     if not tensor.is_floating_point():
         return tensor.int()

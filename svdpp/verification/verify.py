@@ -98,7 +98,7 @@ def verify(
         )
         config = request.resolve()[0]
     # A model with two experts switches to the second at a step that its config files determine.
-    # Ranges of steps depend on it, so the files are read here.
+    # The ranks' ranges of steps depend on this step, so the config files are read here.
     config = resolve_config(config, weights="none")[0]
     clips = range(len(requests))
     with temp_folder("svdpp-verify-") as folder:
@@ -328,8 +328,8 @@ class _Comparison:
 def _first_failure(checks: Iterator[Check]) -> list[Check]:
     """Return a list with only the first failed comparison of tensors.
 
-    If no check has failed, return the first check in which bits differ. If there is none, return an
-    empty list.
+    If no check has failed, return the first check in which bits differ. If all bits are equal,
+    return an empty list.
     """
     first = None
     for check in checks:

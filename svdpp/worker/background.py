@@ -360,7 +360,7 @@ class LatentCheckpointWriter(BoundedExecutor):
         self._has_failed = False
 
     def put(self, key: str, packet: Packet) -> None:
-        """Queue a clip's packet for writing to a latent checkpoint. Its tensors must not change.
+        """Queue a clip's packet, whose tensors must not change, for writing to a latent checkpoint.
 
         Args:
             key: Key of the clip, which is part of the file name.
@@ -392,8 +392,8 @@ _ImageKey = tuple[tuple[Any, ...], SamplingConfig | None]
 class ImageReader:
     """Reader that prepares the images of coming clips, in threads.
 
-    The reader prepares the image of one queued clip at a time, the next that `take` will return.
-    It also prepares at most one image of a clip that has not been submitted yet.
+    The reader prepares only one queued image at a time: the image that `take` will return next. It
+    also prepares at most one image of a clip that has not been submitted yet.
 
     Args:
         prepare: Function that resizes and converts an image on the CPU, for a later encode on the

@@ -73,7 +73,7 @@ class Denoising:
             self._keep_latent()
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
-        """Send this rank's prediction for a step to the other rank of a pair; return the other's.
+        """Send this rank's prediction for a step to its partner; return the partner's prediction.
 
         Args:
             step: Index of the step.

@@ -98,8 +98,8 @@ class Heartbeat(Event):
     step: int = -1
     """Index of the current step of a DENOISE; -1 during other actions."""
     waiting: bool = False
-    """Whether the rank waits for a packet, an image or the disk, or during its start for other
-    ranks."""
+    """Whether the rank waits for a packet, an image or the disk. During the start of the ranks:
+    whether the rank waits for other ranks."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
@@ -152,7 +152,7 @@ class Joined(Event):
 
 
 class StepDone(Event):
-    """Report of a rank that it has finished one denoising step, with the step's duration."""
+    """Report that a rank has finished one denoising step, with the step's duration."""
 
     clip: int
     step: int
@@ -161,7 +161,7 @@ class StepDone(Event):
 
 
 class ActionDone(Event):
-    """Report of a rank that it has finished one ENCODE, DENOISE or DECODE.
+    """Report that a rank has finished one ENCODE, DENOISE or DECODE.
 
     Start and end are in seconds on the monotonic clock of the rank's host.
     """
@@ -199,7 +199,7 @@ class ClipDone(Event):
 
 
 class PromptTruncated(Event):
-    """Report that a clip's prompt has more tokens than the model reads, so its end is ignored."""
+    """Report that a clip's prompt has too many tokens, so the model ignores the prompt's end."""
 
     clip: int
     text: str
@@ -240,20 +240,23 @@ class ClipFailed(Event):
 
 
 class ClipDropped(Event):
-    """Report that all ranks have dropped a failed or cancelled clip. Its last rank sends this."""
+    """Report that all ranks have dropped a failed or cancelled clip.
+
+    The rank at the end of the clip's route sends this event.
+    """
 
     clip: int
 
 
 class Failed(Event):
-    """Report of an error that ends the rank which sends it."""
+    """Report of a rank about the error that ends this rank."""
 
     error: dict[str, Any]
     traceback: str
     action: ActionField | None
     """Action that failed; None between actions."""
     step: int
-    """Step of a DENOISE that failed; -1 for other actions."""
+    """Index of the step at which a DENOISE failed; -1 for other actions."""
 
 
 class Finished(Event):

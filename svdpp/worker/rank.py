@@ -232,7 +232,8 @@ def load_rank_model(
         checkpoint: Checkpoint of the model; None for the dummy model.
         device: Name of the device for the weights.
         roles: Roles of the rank; only parts for these roles are loaded.
-        rank: Number of the rank. A dummy model needs it to look up how long its actions must last.
+        rank: Number of the rank. The dummy model needs the number to look up how long the rank's
+            actions must last.
 
     Raises:
         ModelError: The checkpoint is incomplete or damaged.
@@ -275,8 +276,9 @@ class ActionQueue(deque[Action]):
     begun, are moved behind these steps.
 
     The three actions are never moved behind a second clip, because this could cause a deadlock when
-    ranks get their lists at different times. With one clip, the help with clip c waits at most for
-    steps of clip c + 1, and these steps wait at most for the help with clip c on an earlier rank.
+    ranks get their lists at different times. Behind only one clip, the three actions wait at most
+    for steps of clip c + 1, and these steps wait at most for the help with clip c on an earlier
+    rank.
     """
 
     def holds(self, clip: int) -> bool:
@@ -304,7 +306,7 @@ class ActionQueue(deque[Action]):
         return [self.pop() for _ in range(_HELP_ACTIONS)][::-1]
 
     def _start_of_last_work(self) -> int:
-        """Return the index of the last clip's first action in the queue, not counting its RECV."""
+        """Return the queue index of the last clip's first action, not counting the clip's RECV."""
         index, clip = len(self), self[-1].clip
         while index and self[index - 1].clip == clip and self[index - 1].kind is not Kind.RECV:
             index -= 1
@@ -312,7 +314,7 @@ class ActionQueue(deque[Action]):
 
 
 class CommandReceiver:
-    """Receiver of the parent's commands, which it reads between actions and between steps."""
+    """Receiver of the parent's commands. Commands are read between actions and between steps."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel

@@ -21,7 +21,7 @@ class Router:
 
     The parent and each rank have a router. All routers compute the same actions from the same
     requests, so the parent sends only requests to the ranks. The ranks load parts of the model and
-    open links only when they start, so the route of every clip must do with these parts and links.
+    open links only when they start, so the route of every clip may use only these parts and links.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -109,7 +109,7 @@ class Router:
 def resolve_clip_config(
     sampling: SamplingConfig, config: PipelineConfig, checkpoint: Checkpoint | None
 ) -> PipelineConfig:
-    """Check a clip's own sampling parameters, and return the configuration of the clip with them.
+    """Check a clip's sampling parameters; return the pipeline's configuration with them.
 
     Args:
         sampling: Sampling parameters of the clip.

@@ -103,7 +103,7 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report an error to rank 0 that prevents this launched rank from starting.
+    """Report to rank 0 the error because of which this launched rank cannot start.
 
     Args:
         world: World that the launcher gives this process.
@@ -213,7 +213,7 @@ class _ParentChannel(ControlChannel):
                 if isinstance(error, (EOFError, ConnectionError)) and not self._has_timed_out:
                     reason = f"{self._rank_0} is gone"
             self._exit_without_rank_0(reason)
-        # without this, the process would not end after an unexpected error
+        # without this clause, the process would not end after an unexpected error
         except Exception as error:
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 

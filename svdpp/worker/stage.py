@@ -129,7 +129,8 @@ class PipelineStage:
         """Begin to prepare the images of a clip that `enqueue` will get later.
 
         Args:
-            request: Request of the clip. Without sampling parameters it has those of the run.
+            request: Request for the clip. If it has no sampling parameters, those of the run are
+                used.
         """
         whole = replace(request, sampling=request.sampling or self._sampling)
         self._images.prepare_early(whole, partial(self._image_ready, whole))
@@ -141,7 +142,8 @@ class PipelineStage:
         tombstone, which tells later ranks to drop the clip.
 
         Args:
-            action: Action of this rank. `enqueue` has got the request of its clip.
+            action: Action of this rank. `enqueue` must have been called before with the action's
+                clip.
 
         Raises:
             MismatchError: A packet is not the expected packet.
@@ -305,8 +307,8 @@ class PipelineStage:
         if packet.tombstone:
             return
         if action.helps:
-            # The rank that sent this packet also keeps it, and counts its seconds so far. This rank
-            # counts only the seconds of its own decode.
+            # The sender keeps a copy of the packet, and counts the seconds so far. This rank, the
+            # receiver, counts only the seconds of its own decode.
             packet.compute_seconds = 0.0
         with self._isolate_failure(packet), self._timed(action):
             model = self._model_of(self._sampling_of(action))
@@ -426,7 +428,7 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report to the parent the seconds of an action in the `with` block, and of waits before.
+        """Report to the parent the seconds of the `with` block's action, and of waits before it.
 
         Args:
             action: ENCODE, DENOISE or DECODE that the block runs.

@@ -1,7 +1,7 @@
 """Samples of a rank's process and GPU for monitoring: bytes transferred, memory, load and power.
 
-Samples are taken in their own thread. NVML can block while a driver hangs, and must not delay the
-heartbeats, which tell the parent that the rank is alive.
+A separate thread takes the samples, because NVML can block while a driver hangs. The heartbeats,
+which tell the parent that the rank is alive, must not be delayed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StatsSampler:
     """Thread that sends samples of a rank (`RankStats`) at its start, every second, and at its end.
 
     Args:
-        send: Callback that gets each sample. It is called in the sampler's thread, and for the last
-            sample in the thread that calls `stop`.
+        send: Callback that gets each sample. The sampler's thread calls it; for the last sample,
+            the thread that calls `stop` does.
         device: Device of the rank.
         uuid: UUID of the rank's GPU, with or without the prefix `GPU-`; None on the CPU.
         moved: Function that returns the number of bytes that the rank has sent so far, and the
@@ -52,8 +52,8 @@ class StatsSampler:
     def stop(self) -> None:
         """Stop the thread that samples a rank, and send a last sample.
 
-        The sample has the GPU's values of the previous sample. The call waits at most a second for
-        the thread, which a hanging driver may block.
+        The last sample repeats the GPU's values from the sample before it. The call waits at most a
+        second for the thread, which a hanging driver may block.
         """
         self._stopped.set()
         self._thread.join(timeout=_SAMPLE_SECONDS)

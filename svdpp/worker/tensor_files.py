@@ -83,8 +83,8 @@ class LatentCheckpoints:
         text = {"svdpp": json.dumps(metadata)}
         try:
             with output_files.atomic_output(str(path), ".safetensors") as temporary:
-                # `save_file` is not used, because it writes to a temporary file of its own and then
-                # replaces `temporary`. A killed rank would leave the other file behind.
+                # `save_file` is not used, because it first writes to a further temporary file,
+                # which would remain if the rank were killed.
                 temporary.write_bytes(save(packet.tensors, metadata=text))
             for step in saved_steps(self._folder, key):
                 if step < packet.next_step:
@@ -153,8 +153,8 @@ class LatentCheckpoints:
             # `ATTENTION_REPEATS` (whether attention gives equal bits for equal inputs) is not
             # compared. It is measured, so its values may differ between equal machines.
             names = (current.keys() | before.keys()) - {ATTENTION_REPEATS}
-            # Hosts without a shared folder have only the weights of their own ranks, so only weight
-            # files that are known on both sides are compared.
+            # Hosts without a shared folder have only the weights of their own ranks, so a weight
+            # file is compared only if the checkpoint and this host both have its hash.
             if kind == "weights":
                 names = current.keys() & before.keys()
             for each in sorted(names):
