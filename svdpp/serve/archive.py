@@ -142,7 +142,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # `check` raises an error if the file is missing because its disk is not mounted.
+            # `check` raises an error if the file is missing because the disk is not mounted.
             service.queue.store.check()
         else:
             name = _unique_name(clip_name(job), names)
@@ -156,7 +156,7 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
-    """Return `name`, or a name such as `clip-2.mp4` if `name` is taken; add it to `taken`.
+    """Return `name`, or `clip-2.mp4` for a second `clip.mp4`; add the result to `taken`.
 
     Names that differ only in case count as equal.
     """

@@ -1,7 +1,7 @@
 """API keys and webhook secrets, read from files; check of the host of a server without keys.
 
-The file of keys has the plain SHA-256 of each key. This is safe, because a key has 256 random bits,
-and nobody can guess it. A slow hash, as for passwords, would only delay each request.
+The file of keys has the plain SHA-256 of each key. This is safe, because nobody can guess a key of
+256 random bits. A slow hash, which passwords need, would only delay each request.
 """
 
 from __future__ import annotations

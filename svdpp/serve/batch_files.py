@@ -113,7 +113,7 @@ class BatchFiles:
         return path
 
     def remove(self, id: str, owner: Owner) -> None:
-        """Remove an uploaded file of batch lines; raise an `ApiError` if it is still needed.
+        """Remove an uploaded file of batch lines, unless a batch still reads the file.
 
         Raises:
             ApiError: The owner has no such file, or a batch with this file is still `validating`.

@@ -24,7 +24,7 @@ MAX_LINES = 10_000
 MAX_FAULTS = 1000
 # Maximum number of characters of a `custom_id`.
 _MAX_CUSTOM_ID = 512
-# `take_lines` stops once the images in its lines have this many bytes, to limit the memory.
+# `take_lines` stops once the images in the taken lines have this many bytes, to limit memory.
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -73,7 +73,7 @@ class LineFaults:
 
         Args:
             line: Number of the line, from 1.
-            custom_id: Id that the client gave the line; None: it gave none, or it cannot be read.
+            custom_id: Id that the client gave the line; None: the line has no readable id.
             error: Error that the line caused.
         """
         each: Sequence[dict[str, Any]] = error.details.get("faults") or [{}]
@@ -97,7 +97,7 @@ class LineFaults:
 
 
 class BatchLineReader:
-    """Reader of the lines of a batch's file, which are requests. It also checks their fields.
+    """Reader of a batch's file, whose lines are requests. It also checks the requests' fields.
 
     Args:
         capabilities: Limits for the requests in lines.

@@ -359,7 +359,7 @@ class Batches:
             if faults.total:
                 return
             # The jobs must be stored before `until`. Later, the cleanup may remove the images of
-            # the lines, because no job needs them yet.
+            # the lines, because no job needs these images yet.
             until = uptime() + ORPHAN_SCAN_SECONDS / 2
             with ExitStack() as uploads:
                 try:

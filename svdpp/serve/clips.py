@@ -77,7 +77,8 @@ class Admission:
         """Raise a `RequestError` unless a clip has all inputs that the model needs, and no others.
 
         Raises:
-            RequestError: An image, video or prompt is missing, or the model does not take it.
+            RequestError: A needed image, video or prompt is missing, or the model does not accept
+                a given one.
         """
         if self._checkpoint is not None:
             self._checkpoint.check_request(sampling, request)

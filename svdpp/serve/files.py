@@ -52,8 +52,8 @@ class PrivateFile(FileResponse):
         }
         if sha256:
             headers["ETag"] = f'"{sha256}"'
-        # `guess_type` gets only the suffix, because it takes a name that begins with `data:` for a
-        # URL.
+        # `guess_type` gets only the suffix. It would parse a whole name that begins with `data:`
+        # as a URL.
         guessed = mimetypes.guess_type(f"file{Path(name).suffix}", strict=False)[0]
         kind = kind or guessed or "application/octet-stream"
         super().__init__(path, media_type=kind, headers=headers)

@@ -339,9 +339,9 @@ CREATE INDEX jobs_of_kind ON jobs (coalesce(nullif(weights, ''), model), owner, 
     WHERE state = 'queued';
 CREATE INDEX jobs_callbacks ON jobs (callback_due) WHERE callback_url IS NOT NULL;
 """
-#: Indexes that a server creates at its start if they are missing. They do not change the version of
-#: the tables, because older servers work without them. An idle server often repeats queries that
-#: would scan all rows without these indexes.
+#: Indexes that a server creates at its start if they are missing. A new index does not change the
+#: version of the tables, because older servers work without the index. An idle server often repeats
+#: queries that would scan all rows without these indexes.
 INDEXES: dict[str, str] = {
     "jobs_to_prove": "jobs (seq) WHERE proof = 'running'",
     "jobs_unproved": "jobs (state, proof, seq)",

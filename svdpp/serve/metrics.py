@@ -1,6 +1,6 @@
 """Prometheus metrics of the service, in a separate registry.
 
-Present values, such as the number of jobs, are read at each scrape, so they are never out of date.
+Present values, such as the number of jobs, are read at each scrape, so no value is out of date.
 Events, such as finished steps, are counted when they happen.
 """
 
@@ -56,8 +56,8 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "Relative error of the ETA of completed clips: (actual - promised) / promised.",
     ),
 }
-#: Name and help text of each gauge of the ranks, by the field of `RankStats` that it shows. A rank
-#: is left out of a gauge if its device does not report the value.
+#: Name and help text of each gauge of the ranks, by the shown field of `RankStats`. A rank is
+#: left out of a gauge if its device does not report the value.
 _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "resident_bytes": ("rank_resident_bytes", "Bytes of the resident set of each rank's process."),
     "allocated_bytes": ("rank_gpu_allocated_bytes", "Bytes of tensors on each rank's GPU."),

@@ -208,7 +208,7 @@ class AuthMiddleware:
 
 
 class _ResponseRecorder:
-    """Wrapper of ASGI's `send` that adds headers to a response, and records its status and time."""
+    """Wrapper of ASGI's `send` that adds headers to a response, and records status and time."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.status = 0
@@ -231,7 +231,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from a request's headers to its response's headers; to now if none were sent."""
+        """Seconds from a request's headers to its response's headers; to now without a response."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

@@ -76,7 +76,7 @@ def address_of(url: str) -> str:
     """
     found = _URL.fullmatch(url)
     try:
-        # The message of libpq is dropped, because it can quote a password.
+        # The message of libpq is dropped, because the message can quote a password.
         values = {} if found is None else conninfo_to_dict(url)
     except psycopg.Error:
         found, values = None, {}
@@ -247,7 +247,7 @@ class PostgresBackend:
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Open the queue in PostgreSQL, or create it: its tables, and its id in the store."""
+        """Open the queue in PostgreSQL; create its tables and its id in the store if missing."""
         ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")

@@ -88,8 +88,8 @@ class JobQueue(JobQueries):
     """Queue of jobs. Any thread may call any method. Changes are durable when a method returns.
 
     Every method except `close` raises OutputError if the queue cannot be used. If the database does
-    not answer, the error is a BackendUnavailableError, a subclass; it is then unknown whether the
-    change was made.
+    not answer, the error is a BackendUnavailableError, a subclass; the change may then have been
+    made, or not.
 
     The jobs of one owner are ordered by `created_at - priority * AGEING_SECONDS`.
 
@@ -394,7 +394,7 @@ class JobQueue(JobQueries):
         """Lock a finished clip during the `with` block, if no other thread or server has the lock.
 
         A server locks a clip to verify it, or to remove it because of its age. If a server dies,
-        its locks end.
+        the server's locks end.
 
         Args:
             id: Id of the job.

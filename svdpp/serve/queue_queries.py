@@ -45,7 +45,7 @@ class JobQueries:
         self.server = secrets.token_hex(8)
         """Random id of this server."""
         self.model_key: str | None = None
-        """`Job.model_key` of the jobs that this server may claim. None: it may claim all jobs."""
+        """`Job.model_key` of the jobs that this server may claim. None: jobs of all models."""
         # Values of the column `sampling` with which this server's ranks cannot make a job.
         self._incompatible = deque[str](maxlen=_MAX_REMEMBERED)
         # Ids of jobs that a newer svdpp has stored and this svdpp cannot read.
@@ -263,7 +263,7 @@ class JobQueries:
     def servers(self) -> list[dict[str, Any]]:
         """Return the description that each server last reported to the queue.
 
-        Two values are added: the server's `id`, and `seen_seconds`, the age of its description.
+        Two values are added: the server's `id`, and `seen_seconds`, the age of the description.
         """
         rows = self.backend.fetch_all(
             "SELECT id, about, clock() - seen_at FROM servers ORDER BY id"

@@ -128,8 +128,8 @@ def _parse_upload(value: Any) -> Any:
 
 def _decode_text(text: str) -> bytes:
     if not text.isascii():
-        # `curl -F name=<FILE` sends the bytes of a file without a `filename`. Starlette decodes
-        # them as latin-1 if they are not UTF-8, so encoding restores them.
+        # `curl -F name=<FILE` sends the bytes of a file without a `filename`. If the bytes are not
+        # UTF-8, Starlette decodes them as latin-1, so encoding as latin-1 restores the bytes.
         try:
             return text.encode("latin-1")
         except UnicodeEncodeError:
@@ -408,7 +408,7 @@ class Capabilities:
     def model_key(self) -> str:
         """Key of the model, equal to `Job.model_key` of the jobs that the server can make.
 
-        It is the fingerprint or commit of the weights. If there is neither, it is the model's name.
+        The key is the fingerprint or commit of the weights, or else the model's name.
         """
         return self.weights or self.model
 

@@ -190,13 +190,13 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     """Move images and clips that belong to no job to the folder `lost+found`, and log the moves.
 
     A server calls this at its start. A row is removed after its clip, so a clip without a row means
-    that a part of the queue was lost: its file, a part of its log, or changes since a backup. An
-    image without a row belongs to a request that ended before the row was stored.
+    that a part of the queue was lost: the database, a part of the log, or changes after a backup.
+    An image without a row belongs to a request that ended before the row was stored.
 
     Files of the last hour stay, because they may belong to a request whose row is not stored yet.
     There is one exception: if a queue that is not shared has no rows, or a clip in its folder has
     no row, a part of the queue was lost, and files of any age are moved. Only regular files with
-    names as servers give them are moved.
+    names that match `store.FILE_NAME` are moved.
 
     Returns:
         New paths of the moved files.

@@ -201,7 +201,7 @@ def video_from_job(
         expires_at: Unix time at which the files of a final job are removed; None: never, or the job
             is not final.
         more: Further fields of an open job: `place` (number of clips that begin before it), `held`
-            (reason why no server can make it) and `rank` (rank that works on it).
+            (reason why no server can make the clip) and `rank` (rank that works on the clip).
     """
     is_done = job.state is JobState.COMPLETED
     steps = job.sampling.num_inference_steps

@@ -143,8 +143,8 @@ class Service:
         )
 
     def _on_changed(self, job: Job) -> None:
-        # Each server counts only the clips that it has ended. A clip that was cancelled while it
-        # was queued has no server, and is counted, too.
+        # Each server counts only the jobs that this same server has ended. A job that was cancelled
+        # while it was queued has no server, and is counted, too.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.thread.wake()
@@ -358,8 +358,8 @@ class Service:
     def delete(self, id: str, owner: Owner) -> tuple[DeletedVideo, bool]:
         """Remove a job with its files; an open job is cancelled first.
 
-        This does not wait for ranks. A job in progress is hidden from its owner at once, durably.
-        The job's files are removed when the job has ended.
+        This call does not wait for ranks. A job in progress is hidden from its owner at once,
+        durably. The job's files are removed when the job has ended.
 
         Args:
             id: Id of the job.
@@ -384,7 +384,7 @@ class Service:
     def cancel(self, id: str, owner: Owner) -> Job:
         """Cancel a job, and return the job afterwards. A job in a final state does not change.
 
-        This does not wait for ranks. A job stays in progress until the ranks have dropped its clip.
+        The method does not wait for ranks: a job is in progress until ranks have dropped the clip.
 
         Args:
             id: Id of the job.

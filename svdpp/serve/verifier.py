@@ -46,8 +46,9 @@ _NICE = 19
 class Verifier:
     """Thread that verifies finished clips while the ranks are idle. Any thread may call any method.
 
-    One clip is verified at a time. Requested verifications go first, and their owners take turns.
-    If the ranks get work during a verification, the verification is stopped, and repeated later.
+    One clip is verified at a time. Requested verifications go first, and the owners of the clips
+    take turns. If the ranks get work during a verification, the verification is stopped, and
+    repeated later.
 
     Args:
         queue: Queue with the jobs of the clips.

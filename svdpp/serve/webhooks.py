@@ -1,8 +1,8 @@
 """Webhooks: HTTP requests to the `callback_url` of a job when the job is completed or failed.
 
 Due webhooks are stored in the queue, so that they are sent even if a server is killed. A webhook is
-tried again until it is delivered, but at most `MAX_ATTEMPTS` times. It may arrive more than once,
-always with the same id. Webhooks are signed as described at https://www.standardwebhooks.com.
+tried again until it is delivered, but at most `MAX_ATTEMPTS` times. A webhook may arrive more than
+once, always with the same id. Webhooks are signed as described at https://www.standardwebhooks.com.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Webhooks:
             error_message="webhooks cannot be sent now",
             on_close=self._send_due,
         )
-        """Thread that sends due webhooks. When it is closed, it first sends those that are due."""
+        """Thread that sends due webhooks, for a last time just before the thread ends."""
 
     def check(self, url: str) -> None:
         """Raise an `ApiError` unless webhooks may be sent to the host of a callback URL.
