@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def draw_plans(layouts: Sequence[Layout], path: Path) -> None:
-    """Draw timelines of forecasts, of the first clips of each layout, with a common time axis."""
+    """Draw the forecast timeline of each layout's first clips, with a common time axis."""
     panels = []
     for layout in layouts:
         rate = 60 / steady_seconds_per_clip(layout)
@@ -88,7 +88,7 @@ def rehearse_seven_ranks() -> None:
 
 
 def make_small(path: Path) -> None:
-    """Reduce a picture file to 128 colours, which makes it three times smaller."""
+    """Reduce a picture file to 128 colours, which makes the file about a third as large."""
     with Image.open(path) as picture:
         small = picture.convert("RGB").quantize(128, dither=Image.Dither.NONE)
     small.save(path, optimize=True)

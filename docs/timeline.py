@@ -20,15 +20,15 @@ _MARGIN = 1.5  # inches for title, axis and legend, for all panels together
 _BAR = 0.84
 _CROWD = 12  # with more ranks, the lanes are too low for text
 _DPI = 140
-# Colours of clips. Successive colours differ clearly. None is grey, which is the colour of waiting.
+# Colours of clips. Successive colours differ clearly. No clip is grey, the colour of waiting.
 _COLOURS = (
     *("#3b76af", "#ee8636", "#519e3e", "#c53a32", "#8d69b8"),
     *("#84584e", "#d57ebe", "#2f9aa0", "#b8a21e"),
 )
 _WAIT = "#e6e6e6"
 _HATCHES = {Kind.ENCODE: "......", Kind.DENOISE: "", Kind.DECODE: "//////"}
-# Units of the time axis: name, its length in seconds, and the longest duration in seconds for which
-# it is used.
+# Units of the time axis: name, its length in seconds, and the longest timeline in seconds for which
+# the unit is used.
 _UNITS = (("seconds", 1.0, 600.0), ("minutes", 60.0, 21_600.0), ("hours", 3600.0, math.inf))
 
 
@@ -111,7 +111,7 @@ def _draw_spans(axes: Axes, spans: Sequence[Span], unit: float) -> None:
                 lane,
                 facecolors=[_COLOURS[s.action.clip % len(_COLOURS)] for s in chosen],
                 edgecolors="white",
-                # A bar of a few pixels has no white edge, which would cover it.
+                # A bar of a few pixels has no white edge, because the edge would cover the bar.
                 linewidths=[0.6 if s.end - s.start > narrow else 0.0 for s in chosen],
                 hatch=hatch,
             )

@@ -48,7 +48,7 @@ def pytest_configure() -> None:
     # pytest's workers share the cores, so threads that spin while they wait would slow down all of
     # them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # An import of diffusers creates the folder in this variable.
+    # An import of diffusers creates the folder that this variable names.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
     process_lifetime.tune_gc()
     # The cache of file hashes is in multiprocessing's folder, which lasts as long as this process.

@@ -74,9 +74,9 @@ from tests.support.http_server import DEMO, HttpServer, wait
 from tests.support.made_up_runs import EVEN, leave, replayed
 from tests.support.shell import ROOT, Answer, parsed, python, svdpp_alone, svdpp_here
 
-#: A dummy model whose step takes a millisecond.
+#: Options for small latents of the dummy model, whose step then takes a millisecond.
 SMALL = ("--latent-shape", "1", "4", "2", "8", "8", "--threads", "1")
-#: `svdpp run` on a CPU, without weights; it only plans.
+#: Options with which `svdpp run` only prints a plan, on a CPU and without weights.
 DEMO_RUN = ("--model", "demo", "--device", "cpu", "--steps", "28", "--dry-run")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PHOTOS = ROOT / "svdpp/assets/photos"
@@ -181,7 +181,7 @@ def test_01_commands_share_option_groups() -> None:
     for command in ("run", "simulate", "verify", "plan", "serve"):
         module = importlib.import_module(f"svdpp.cli.{command}")
         classes = [each for each in vars(module).values() if isinstance(each, type)]
-        # Without the groups that the module imports.
+        # Groups that the module only imports do not count.
         own = [each for each in classes if each.__module__ == module.__name__]
         shared = [each for each in own if issubclass(each, PipelineOptions)]
         assert shared, f"svdpp {command} declares the options of a pipeline itself"
@@ -236,7 +236,7 @@ def test_03_options_as_typed() -> None:
 def test_03_commands_work_as_typed(
     command: tuple[str, ...], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`run` makes its seven GPUs of CPU ranks here, and only plans."""
+    """Commands work as typed. Here `run` only prints a plan, with CPU ranks for its seven GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "input.png").symlink_to(PHOTOS / "rocket.jpg")
     answer = svdpp_here(*command)
@@ -263,7 +263,10 @@ VERIFY = (
 def test_03_verify_compares_bitwise_or_within_a_tolerance(
     monkeypatch: pytest.MonkeyPatch, tolerance: tuple[str, ...], code: int, verdict: str
 ) -> None:
-    """One element of a latent that rank 0 sends is the next larger number."""
+    """`verify` notices a difference in one bit, unless it is within the tolerance.
+
+    One element of a latent that rank 0 sends is replaced by the next larger number.
+    """
     planted = partial(svdpp.verify, fault=Damage("ulp", 0, 1))
     monkeypatch.setattr("svdpp.verification.verify.verify", planted)
     answer = svdpp_here(*VERIFY, *tolerance)
@@ -520,7 +523,10 @@ def test_11_a_mismatch_of_send_and_receive_is_named(
 @pytest.mark.timing
 @pytest.mark.timeout(120)
 def test_12_a_rank_that_stops_is_named() -> None:
-    """Its neighbours notice first: rank 0 cannot send, and rank 2 receives nothing."""
+    """The error names the stopped rank 1, although ranks 0 and 2 notice the stop first.
+
+    Rank 0 cannot send, and rank 2 receives nothing.
+    """
     with (
         pytest.raises(errors.RankError, match=r"^rank 1 ") as caught,
         svdpp.Pipeline(dummy(3, steps=6, timeout_seconds=4.0)) as pipeline,
@@ -789,7 +795,7 @@ def test_18_the_display_shows_state_and_step_of_each_rank() -> None:
 
 
 class _Nvml:
-    """What NVML tells of a GPU, by the names of pynvml."""
+    """Stand-in for NVML: load, memory and power of a GPU, by the names of pynvml."""
 
     NVMLError = RuntimeError
 
@@ -880,7 +886,7 @@ def test_20_out_of_memory_says_requested_and_free() -> None:
 
 
 def test_20_numbers_of_a_gpu_out_of_memory_are_read_from_torchs_text() -> None:
-    """The words are those of c10/cuda/CUDACachingAllocator.cpp."""
+    """The message has the words of c10/cuda/CUDACachingAllocator.cpp."""
     error = torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 1 has a total capacity of 79.11 GiB "
         "of which 1.50 GiB is free."
@@ -891,7 +897,7 @@ def test_20_numbers_of_a_gpu_out_of_memory_are_read_from_torchs_text() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _AllocateTooMuch:
-    """Asks in rank 1, at its first step, for more memory than any machine has."""
+    """Fault: rank 1 requests more memory than any machine has, at its first step."""
 
     num_bytes = 2**50
 
@@ -945,7 +951,7 @@ def test_21_hooks_and_continuous_integration() -> None:
     tested = [word for word in entries["pytest"].split() if word.startswith("tests/")]
     assert tested
     assert not [word for word in tested if not (ROOT / word).exists()]
-    # Each hook runs what the first one installs, so that they pass from a clean clone.
+    # Each hook runs what the first one installs, so that all hooks pass in a clean clone.
     assert next(iter(entries.values())).endswith("make --no-print-directory .venv/.installed")
     parts = re.search(r"^DEFAULT_PARTS=\((.*)\)", (ROOT / ".ci/run").read_text(), re.M)
     assert parts is not None
@@ -959,14 +965,15 @@ def test_21_hooks_and_continuous_integration() -> None:
     assert re.search(r"^pre-commit:.*\n\t\$\(BIN\)/pre-commit run --all-files", makefile, re.M)
 
 
-#: Types that do not say what a value is: a parameter of such a type is described.
+#: Types that do not say what a value is. A parameter of such a type must be described.
 _PLAIN = re.compile(r"\b(str|int|float|bool|bytes|Any|object|Callable|Mapping|dict|list|tuple)\b")
 #: Names that say enough together with the docstring's first sentence.
 _TELLING = {
     *("path", "id", "job_id", "part", "name", "data", "device", "index", "value", "key", "kind"),
     "url",
 }
-#: Functions whose docstring is the help of a command or of an HTTP route; declarations.
+#: Decorators of functions that need no sections: the docstring of a command or an HTTP route is its
+#: help text, and an overload is only a declaration.
 _HELP = re.compile(r"\.(command|get|post|delete|callback)\(|overload")
 
 
@@ -1001,7 +1008,7 @@ def _untold(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
     returned = "" if function.returns is None else ast.unparse(function.returns)
     if re.search(r"[Ss]ee (`|the base)", text):
         return
-    # Not those that a Callable takes or returns.
+    # Tensors that a Callable takes or returns do not count.
     tensors = [each for each in (*types.values(), returned) if re.search(r"^[^C]*\bTensor\b", each)]
     if tensors and not re.search(r"(?i)shape|\([A-Z0-9]+(, \w+)+\)", text):
         yield "takes or returns a tensor, without the tensor's shape"
@@ -1020,7 +1027,10 @@ def _untold(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[str]:
 
 
 def test_22_the_python_api_describes_each_parameter() -> None:
-    """Also those whose names and types tell enough. In the whole package most functions do."""
+    """The Python API describes each parameter, even if the name and type tell enough.
+
+    In the whole package, most functions describe their parameters.
+    """
     undescribed = []
     for name, function in _api():
         text, names = inspect.getdoc(function) or "", {*inspect.signature(function).parameters}
@@ -1040,7 +1050,7 @@ def test_22_the_python_api_describes_each_parameter() -> None:
 
 
 def _api() -> Iterator[tuple[str, Callable[..., object]]]:
-    """Yield the functions and own public methods of what `import svdpp` gives, by name."""
+    """Yield the public functions of `import svdpp`, and public methods of its classes, by name."""
     for name in set(svdpp.__all__) - {"__version__"}:
         public_object = getattr(svdpp, name)
         if not isinstance(public_object, type):
@@ -1102,7 +1112,10 @@ def test_23_errors_are_typed_and_nothing_is_swallowed_or_printed() -> None:
 
 
 def test_23_the_numbers_of_sentences_are_in_details() -> None:
-    """Of all errors in the source; tests/conftest.py checks each error that a test meets."""
+    """The numbers in the messages of all errors in the source are in `details`.
+
+    tests/conftest.py checks each error that a test raises.
+    """
     found = [
         f"{name}:{node.lineno} {ast.unparse(number)} is not in details"
         for name, tree in sources().items()
@@ -1118,7 +1131,7 @@ def test_23_the_numbers_of_sentences_are_in_details() -> None:
     assert not numbers_not_in_details(error)
 
 
-#: Expressions that are numbers: by a function, by a constant's name, or by a variable's.
+#: Expressions that count as numbers, by the name of a function, a constant or a variable.
 _NUMBER = re.compile(
     r"^(len|sum|max|min|format_gib)\(|(^|\.)(MAX|MIN)_|(^|[._])(rank|size|num|count|number|steps?"
     r"|bytes|seconds|clip|low|high|limit|code|port|width|height|frames|world_size)($|[._ ])"
@@ -1128,7 +1141,7 @@ _NUMBER = re.compile(
 def _numbers_without_details(
     called_as: str, call: ast.Call, function: ast.AST
 ) -> Iterator[ast.expr]:
-    """Yield the numbers in the message of a new error, of whose names `details` has none."""
+    """Yield the numbers in a new error's message for which `details` has no entry."""
     error, given = called_as.rpartition(".")[2], call.keywords
     if error in _known_errors() and call.args:
         message = call.args[0]
@@ -1193,7 +1206,7 @@ def test_24_options_reach_ranks_through_configurations_alone() -> None:
     fields = {field.name for field in dataclasses.fields(RankSetup)}
     paths = {"tensor_folder", "latents_folder", "profile_path"}
     assert fields == {"config", "checkpoint", "weights", "fault", *paths}
-    # What else a process could be told: by its environment, or by the command line's modules.
+    # A process could also get settings from its environment, or from modules of the command line.
     reads = {
         name
         for name, tree in sources().items()
@@ -1212,7 +1225,10 @@ def test_24_options_reach_ranks_through_configurations_alone() -> None:
 
 
 def test_25_pinned_buffers_and_side_streams() -> None:
-    """What they do on a GPU is shown by tests/gpu/test_gpu_streams.py; here, that they are used."""
+    """Pinned buffers and side streams are used.
+
+    tests/gpu/test_gpu_streams.py shows what they do on a GPU.
+    """
     tree = sources()["svdpp/comm/streams.py"]
     (side,) = (n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == "SideStream")
     methods = {each.name: each for each in side.body if isinstance(each, ast.FunctionDef)}
@@ -1256,8 +1272,8 @@ def test_25_seeds_are_fixed_and_nothing_that_the_program_is_for_is_mocked() -> N
     # One test shows that draws from torch's global generator are refused.
     drawn = [each for each in drawn if not each.startswith("models/test_engine.py")]
     assert not drawn, "numbers that differ from run to run"
-    # Clips, proofs, models, videos, commands, faults and the pipeline are tested for real. These
-    # have mocks of what stands beside: a clock, a socket, a driver, a rank's parent.
+    # Clips, proofs, models, videos, commands, faults and the pipeline are tested for real. The
+    # folders below have mocks only of other things: a clock, a socket, a driver, a rank's parent.
     assert {name.split("/")[0] for name in mocked} <= {"driver", "gpu", "launch", "serve", "worker"}
     assert set(mocked) <= {
         *("driver/test_supervisor.py", "gpu/test_gpu_streams.py", "launch/test_rendezvous.py"),

@@ -59,8 +59,8 @@ NOT_RUN = {
     "svdpp plan --costs mixed.json": "the file is on the page; tests/cli/test_cli_plan.py",
     "svdpp plan --world 4096": "takes seconds; tests/cli/test_cli_plan.py",
 }
-#: Options that are put before a command's own options, so that it needs no GPU, no download and
-#: little time.
+#: Options that are put before a command's own options, so that the command needs no GPU, no
+#: download and little time.
 _SIZE = "--frames 2 --height 32 --width 32 --threads 1 --steps 8"
 SETTINGS = {"run": f"{_SIZE} --model demo --device cpu --overwrite", "verify": _SIZE}
 
@@ -122,7 +122,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _quick_options(name: str, arguments: list[str]) -> list[str]:
-    """Return options that make a command of the docs quick: none to verify a finished clip."""
+    """Return options that make a command of the docs quick; none to `verify` a finished clip."""
     is_finished = any(Path(word).is_dir() or word.endswith((".mp4", ".json")) for word in arguments)
     if name == "verify" and is_finished:
         return []
@@ -170,7 +170,7 @@ def _anchors(page: Path) -> set[str]:
 
 
 def _leads_somewhere(page: Path, link: str) -> bool:
-    if link.startswith(("http://", "https://", "../../")):  # or on GitHub
+    if link.startswith(("http://", "https://", "../../")):  # "../../" is for pages on GitHub
         return True
     name, _, anchor = link.partition("#")
     target = page.parent / name if name else page

@@ -69,7 +69,8 @@ def test_an_error_crosses_to_another_process(cls: type[errors.SvdppError]) -> No
 def test_what_was_not_foreseen_is_unexpected_and_crosses_with_its_name(error: Exception) -> None:
     """Built-in exceptions count as unexpected, and keep their names in another process.
 
-    Otherwise they would hide bugs, because svdpp's errors derive from some of them.
+    svdpp's errors derive from some of the built-in exceptions, so a bug could otherwise look like
+    an expected error.
     """
     assert errors.exit_code_of(error) == 1
     crossed = errors.error_from_dict(errors.error_to_dict(error))
@@ -92,7 +93,7 @@ WRONG_REQUESTS = {"RequestError", "ModelError", "InputError"}
 
 @pytest.mark.parametrize("cls", TYPES.values())
 def test_every_error_is_of_a_kind_that_python_programs_know(cls: type[errors.SvdppError]) -> None:
-    """Errors for wrong requests are ValueErrors, errors at run time are RuntimeErrors; none is
+    """Errors for wrong requests are ValueErrors, errors at run time are RuntimeErrors. No error is
     both.
     """
     kinds = {kind for kind in (ValueError, RuntimeError) if issubclass(cls, kind)}

@@ -120,7 +120,7 @@ def test_one_rank_has_the_bits_of_several(tiny: Path) -> None:
 
 
 def test_frames_become_bytes_as_diffusers_makes_them() -> None:
-    """Frames become bytes as in diffusers. Halves are rounded to even numbers."""
+    """Frames become bytes as in diffusers, where a fraction of 0.5 is rounded to an even number."""
     pixels = torch.linspace(0, 1, 2 * 255 * 3 + 1).repeat(9)[: 3 * 64 * 64].view(1, 3, 64, 64)
     pixels[0, 0, :2] = (torch.arange(128).view(2, 64) + 0.5) / 255
     theirs = stack_frames(VaeImageProcessor.numpy_to_pil(VaeImageProcessor.pt_to_numpy(pixels)))

@@ -341,9 +341,9 @@ def test_a_pipeline_that_became_slower_is_different(tmp_path: Path) -> None:
 
 
 def test_a_machine_that_became_slower_is_no_difference(tmp_path: Path) -> None:
-    """If both cases become 10% slower on the same machine, this is drift.
+    """If both cases become 10% slower on the same machine, the change counts as drift.
 
-    On another machine it is a real difference.
+    On another machine, the change counts as a difference.
     """
     a, slow = _write_results(tmp_path / "a"), (_times(0.9, TOGETHER), _times(0.9, ALONE))
     assert compare(a, _write_results(tmp_path / "b", *slow)).is_equal is True
@@ -394,8 +394,8 @@ def test_the_interval_is_all_differences_of_two_rounds_and_a_margin() -> None:
 def test_one_wild_round_does_not_hide_what_is_plain() -> None:
     a, b = [1.0, 1.01, 0.99, 1.0], [10.0, 10.5, 11.0, 60.0]
     assert ratio("", a, b).is_noise is False
-    assert ratio("", a, b, drift=math.log(2)).is_noise is True  # drift may explain most of it
-    assert ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_noise is True  # smaller than the spread of B
+    assert ratio("", a, b, drift=math.log(2)).is_noise is True  # drift may explain the ratio
+    assert ratio("", a, [3.0, 4.0, 5.0, 18.0]).is_noise is True  # B's spread is larger
 
 
 @pytest.mark.parametrize("name", ["summary.json", "env.json"])

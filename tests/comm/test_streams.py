@@ -15,7 +15,7 @@ PACKAGE = Path(svdpp.__file__).parent
 # Calls that other modules may make, with the reason.
 ALLOWED = {
     "verification/reference.py": {"synchronize"},  # to measure the steps of one process
-    # Once for each clip on a rank, or only on tensors in host memory:
+    # Calls that a rank makes once for each clip, or only on tensors in host memory:
     "models/engine/model.py": {"all"},  # checks that the latent is finite
     "models/engine/records.py": {"numpy"},  # the structure is in host memory
     "models/engine/attention.py": {"cpu", "numpy"},  # a trial before the model is loaded
@@ -40,7 +40,7 @@ def _forbidden_operation(call: ast.Call) -> str | None:
     """
     name = ast.unparse(call.func)
     method = name.rpartition(".")[2]
-    if name.startswith("streams."):  # only this module may
+    if name.startswith("streams."):  # the module `streams` may be called
         return None
     if name.startswith(("torch.cuda.Stream", "torch.cuda.stream", "torch.cuda.Event")):
         return name

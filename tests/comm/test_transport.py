@@ -102,7 +102,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _relay(context: LaunchContext, clips: int) -> dict[str, Any]:
     """Forward packets from rank to rank, and check the bits on every rank.
 
-    Return the number of equal packets, and all transfers.
+    Return the number of packets with the expected bits, and all transfers.
     """
     transfers: list[Transfer] = []
     transport = _transport(context, transfers)
@@ -185,7 +185,7 @@ def _send_wrong_step(context: LaunchContext, num_sent: int) -> str:
 
 @pytest.mark.slow
 def test_a_packet_that_is_not_the_expected_one_is_refused() -> None:
-    # Without this check, gloo would accept the packet silently, or abort the process.
+    # Without a check of the step, gloo would accept the packet silently, or abort the process.
     sender, receiver = run_ranks(_send_wrong_step, 2, 1)
     assert "next step: sent 4, expected 5" in receiver
     assert sender.startswith("could not send clip 7 at step 4 to rank 1: ")

@@ -83,7 +83,7 @@ def test_a_long_run_leaves_the_figures_of_its_last_clips() -> None:
     metrics = _unfinished_run(*range(20), of=20, last_clips=5)
     assert metrics is not None
     assert (metrics.clips, metrics.ranks[0].step.count) == (5, 10)
-    assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # of the last five clips
+    assert metrics.ranks[0].image_wait == pytest.approx(1.0)  # 0.2 s for each of five clips
     assert metrics.forecast_seconds == pytest.approx(2.5)
     assert len(json.dumps(metrics.to_json())) < 10_000
 

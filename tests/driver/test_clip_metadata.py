@@ -1,4 +1,4 @@
-"""Metadata of clips: identifies the weights of the model, not only the name of their folder."""
+"""Metadata of clips, which identify the model by its weights, not only by its folder's name."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_verify_finds_the_folder_and_notices_other_weights(
 ) -> None:
     """`verify` finds the model's folder from any working directory, and refuses changed weights.
 
-    It refuses them before it computes anything.
+    It refuses changed weights before it computes anything.
     """
     monkeypatch.chdir(tmp_path)
     record = _record("ckpt", tmp_path)

@@ -65,7 +65,7 @@ PHOTO = str(example_images()[0])
 
 @pytest.fixture
 def release(tmp_path: Path) -> Iterator[Path]:
-    """Path of a file that a test creates to let a held rank continue."""
+    """Path of a file that a test creates to let a hanging rank continue."""
     path = tmp_path / "release"
     yield path
     path.touch()
@@ -224,7 +224,8 @@ def test_after_a_kill_at_every_hand_over(
 ) -> None:
     """After a kill of a rank, the second clip resumes from the packet sent to that rank.
 
-    The rank `victim` is killed when it has the packet, and other numbers of ranks continue.
+    The rank `victim` is killed when it has the packet. Pipelines with other numbers of ranks then
+    complete the clip.
     """
     handed_over = victim * 7
     pipeline = Pipeline(
@@ -339,7 +340,7 @@ def test_a_later_checkpoint_replaces_an_earlier_one_and_none_outlives_a_finished
     of_others = {("1" * 64, 14), ("2" * 64, 14)}
     handles._files.submit(lambda: None).result(60)  # wait until the earlier removals are done
     assert list_checkpoints(tmp_path) == of_others
-    keep(0, 21)  # as by a rank with a slow disk
+    keep(0, 21)  # a rank with a slow disk may write so late
     handles.clean_up()
     assert list_checkpoints(tmp_path) == of_others
 

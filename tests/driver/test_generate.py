@@ -196,7 +196,7 @@ def test_clips_with_frames_in_a_temporary_folder_and_in_a_folder(tmp_path: Path)
     names = [made.path.name for made in results if made.path]
     assert names == ["rocket_0", "rocket_1", "rocket-2_0", "rocket-2_1"]
     hashes = [made.metadata["frames_sha256"] for made in results]
-    assert hashes[:2] == hashes[2:]  # from a file, and from the same image in memory
+    assert hashes[:2] == hashes[2:]  # the image is read from a file, or is already in memory
     frames = results[1].frames
     assert (frames.shape, frames.dtype) == ((2, 32, 32, 3), np.uint8)
     assert hashlib.sha256(np.ascontiguousarray(frames)).hexdigest() == hashes[1]
@@ -226,7 +226,7 @@ def test_clips_with_frames_in_a_temporary_folder_and_in_a_folder(tmp_path: Path)
 def test_a_lost_clip_leaves_the_others_in_its_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """If a clip is lost, the error has the other clips.
+    """If a clip is lost, the error has the results of the other clips.
 
     Their temporary folder exists as long as the error does.
     """
@@ -235,7 +235,7 @@ def test_a_lost_clip_leaves_the_others_in_its_error(
     shutil.copyfile(PHOTO, last)
 
     def collect(*arguments: Any) -> Iterator[ClipResult]:
-        last.unlink()  # disappears after all checks
+        last.unlink()  # the file disappears after all checks
         return submit_and_collect(*arguments)
 
     monkeypatch.setattr("svdpp.driver.generate.submit_and_collect", collect)
@@ -255,7 +255,7 @@ def test_a_lost_clip_leaves_the_others_in_its_error(
     "shown", [(True, True), (True, False), (False, True)], ids=["shown", "hidden", "no terminal"]
 )
 def test_the_progress_bar_counts_steps_and_clips(shown: tuple[bool, bool]) -> None:
-    """The progress bar counts steps and clips, on a terminal, if it is shown.
+    """The progress bar counts steps and clips. It appears only on a terminal, unless it is hidden.
 
     The first clip resumes at step 1. A step of the second clip is reported by both ranks of a CFG
     pair, but counts once.

@@ -136,8 +136,8 @@ def test_a_run_does_not_begin_with_an_image_that_all_ranks_wait_for(
 def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
     """Clips with the same LoRAs are made one after the other.
 
-    The sets of LoRAs keep the order of their first clips. A clip's JSON has its LoRAs with the
-    hashes of their files.
+    The sets of LoRAs keep the order in which they first occur. A clip's JSON lists the LoRAs of the
+    clip, with the hashes of the LoRA files.
     """
     folder = save_tiny_wan(tmp_path / "wan")
     files = [save_tiny_lora(folder, tmp_path / f"{n}.safetensors", seed=n) for n in (1, 2)]
@@ -167,7 +167,7 @@ def test_clips_with_the_same_loras_follow_each_other(tmp_path: Path) -> None:
     assert len(sameness) == 4
     assert len({each["parameters_sha256"] for each in plan.metadata}) == len(sets)
     hashes_of_clip = {"latents_sha256": "0" * 64, "frames_sha256": "0" * 64}
-    for each in plan.metadata:  # `--resume` reads it in this way
+    for each in plan.metadata:  # `--resume` reads the metadata in this way
         read = check_clip_metadata({**each, **hashes_of_clip}, "it is none")
         assert parameters_sha256(read) == each["parameters_sha256"]
     of_model = replace(config, model=ModelConfig(name=str(folder), loras=(first,)))
@@ -189,7 +189,7 @@ def test_a_clip_takes_little_work_and_memory_to_plan(media_file: MediaFile, tmp_
     policy = OutputPolicy(folder=tmp_path, resume=True, latents_folder=tmp_path / "latents")
     checkpoint = find_checkpoint(CONFIG.model)
     jobs = name_jobs(combine_jobs(inputs, seeds))
-    plan_clips(jobs, policy, CONFIG, checkpoint)  # imports what is needed
+    plan_clips(jobs, policy, CONFIG, checkpoint)  # the first call imports modules
     kept = []
     for _ in range(2):  # in one of the two passes, Python's table of interned strings may grow
         tracemalloc.start()
@@ -353,7 +353,7 @@ def test_a_run_json_of_somebody_elses_is_not_replaced(
 
 
 def test_a_clip_of_version_0_3_is_kept(media_file: MediaFile, tmp_path: Path) -> None:
-    """A clip of version 0.3 is kept, although its JSON has another name and no hash of the file."""
+    """A clip of version 0.3 is kept, although its JSON file has another name and no hash."""
     output = _clip(tmp_path)
     record = {**_write_finished_clip(media_file, output), "schema_version": 1}
     del record["file_sha256"]

@@ -51,7 +51,7 @@ PHOTO = str(example_images()[0])
 KEY = "ab" * 32
 MORE = [pytest.mark.slow, pytest.mark.full]
 
-#: By model: options to save it, and whether clips are made from an image.
+#: By model: options to save the model, and whether clips are made from an image.
 MODELS: dict[str, tuple[dict[str, Any], bool]] = {
     "t2v-two-experts": ({"boundary_ratio": 0.875}, False),
     "i2v": ({"image": True}, True),
@@ -144,7 +144,7 @@ def test_verify_names_what_differs_first(
     ],
 )
 def test_a_clip_resumes_in_another_layout(tmp_path: Path, lost: str) -> None:
-    """A clip that one rank began is continued by a CFG pair, or the other way round.
+    """A clip that one rank began is continued by a CFG pair, or a pair's clip by one rank.
 
     If only the decode is missing, both ranks of the pair decode.
     """

@@ -173,7 +173,7 @@ def test_a_failure_is_raised_by_whoever_waits(stuck: Pipeline) -> None:
     waits = [handle.result, lambda: stuck.run(clips(3)), lambda: list(stuck.results())]
     with ThreadPoolExecutor(len(waits)) as threads:
         waiting = [threads.submit(wait) for wait in waits]
-        while stuck._clips.num_added < 4:  # until the run has begun
+        while stuck._clips.num_added < 4:  # wait until the run has begun
             assert not waiting[1].done()
         os.kill(pids(stuck)[1], signal.SIGKILL)
         errors = [each.exception(HANG_SECONDS) for each in waiting]
@@ -228,7 +228,7 @@ def test_a_signal_in_the_middle_of_a_submit_ends_the_run(
 
 
 def test_a_signals_handler_may_close_the_pipeline(stuck: Pipeline) -> None:
-    """A signal handler may close the pipeline, even while the interrupted thread holds its locks.
+    """A signal handler may close the pipeline, even while the interrupted thread holds locks.
 
     The handler runs in the interrupted thread, which may be submitting or closing.
     """
@@ -308,10 +308,10 @@ def test_many_clips_leave_no_growing_collection_behind(
 ) -> None:
     """No collection grows with the number of clips.
 
-    Results are taken from handles, `results` and `run`. Every fiftieth clip is lost, and some are
-    cancelled.
+    The test reads results from handles, `results` and `run`. Every fiftieth clip is lost, and some
+    are cancelled.
     """
-    monkeypatch.setattr("svdpp.driver.clips._NUM_RECENT", 100)  # the longest history of all
+    monkeypatch.setattr("svdpp.driver.clips._NUM_RECENT", 100)  # longest history, 1000 otherwise
     bounded = config(2, steps=2)
     lost = _RepeatedDamage("nan", 1, 0)
     with Pipeline(bounded, history_clips=HISTORY, fault=lost) as pipeline:
@@ -331,7 +331,7 @@ def test_many_clips_leave_no_growing_collection_behind(
 
 
 class _RepeatedDamage(Damage):
-    """Fault of a rank that strikes at every fiftieth clip."""
+    """Fault that a test injects at a rank for every fiftieth clip."""
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
         return (kind, rank) == (self.kind, self.rank) and clip % 50 == 0

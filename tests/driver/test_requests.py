@@ -99,7 +99,7 @@ def test_every_program_of_the_page_prints_what_it_says(
     path.write_text(program)
     if index == 0:
         assert python(str(path), cwd=tmp_path) == Answer(0, output, "")
-    else:  # faster, because this process has a warm fork server
+    else:  # in this process, which is faster because its fork server runs already
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(path), run_name="__main__")
         assert capfd.readouterr() == (output, "")
@@ -308,7 +308,7 @@ def test_a_prompt_whose_bytes_are_no_text_is_refused_at_once(
 ) -> None:
     """A prompt that is not UTF-8 is refused with exit code 2.
 
-    Tokenizers in the ranks would fail.
+    Otherwise the tokenizers in the ranks would fail.
     """
     command = [sys.executable, "-m", "svdpp", "run", "--model", "/nowhere", "--prompt", prompt]
     environment = {**os.environ, "PYTHONPATH": PYTHONPATH, **locale}
@@ -344,9 +344,9 @@ def test_a_layout_by_name_refuses_what_it_chooses_and_needs_the_number_of_clips(
 
 
 def test_ranks_find_the_actions_that_the_plan_prints_from_clips_and_requests() -> None:
-    """Ranks derive the plan's actions from the requests, so a message has no actions.
+    """Ranks derive the plan's actions from the requests, so messages to ranks contain no actions.
 
-    Each message has the requests of all its clips, so every rank knows all routes.
+    Each message has the requests of all clips that it starts, so every rank knows all routes.
     """
     pipeline_config, checkpoint = resolve_config(
         config(3, steps=8, parallel=ParallelConfig(split="alternating"))

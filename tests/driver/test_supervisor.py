@@ -144,9 +144,9 @@ def test_the_rank_that_delays_the_start_is_named(
 
 
 def test_a_rank_may_be_silent_for_longer_before_it_has_joined() -> None:
-    """Before it has joined, a rank may send no heartbeat for longer, because CUDA may hold the GIL.
+    """A rank that has not joined yet has a longer heartbeat limit, because CUDA may hold the GIL.
 
-    After the longer limit, that rank is named, and not the rank that waits for it.
+    After the longer limit, the error names that rank, and not the rank that waits for it.
     """
     detector = _detector(2, joined=False, start_timeout=600)
     detector.record(1, _opening(0), 0.0)
@@ -172,7 +172,7 @@ def test_all_is_well_while_ranks_progress_or_have_no_work(
 
 
 def test_a_rank_that_waited_long_has_all_its_time_once_it_begins() -> None:
-    """The time limit of a rank that has waited for long begins when it computes.
+    """The time limit of a rank that has waited for long starts when the rank begins to compute.
 
     Its neighbour is already idle when the rank reports that it computes.
     """
@@ -298,7 +298,8 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
 def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> None:
     """If the system gives a rank no further thread, the error says so.
 
-    libgomp ends the process before the rank can report anything, so the output is searched.
+    libgomp ends the process before the rank can report anything, so the parent searches the rank's
+    output.
     """
     group = _fake_group([], {1: 1})
     group.output_tail.return_value = output
@@ -329,8 +330,8 @@ def test_an_error_whose_message_is_complete_has_its_rank_in_the_details() -> Non
 def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
     """`Stop` is sent once to end the work, and again when all ranks are finished.
 
-    A rank ends only after the second one, because what NCCL has not delivered is lost when its rank
-    ends.
+    A rank ends only after the second `Stop`, because NCCL loses data that it has not delivered when
+    the sending rank ends.
     """
     said: list[tuple[int, Event]] = [(rank, FINISHED) for rank in range(3)]
     group = _fake_group(said, {})
@@ -344,7 +345,7 @@ def test_ranks_may_end_when_all_have_what_was_sent_to_them() -> None:
 
 
 def test_a_clips_measurements_are_placed_and_summed_up() -> None:
-    """Steps, waits and transfers of a clip are placed in time, and summed up.
+    """The trace gives steps, waits and transfers of a clip their times, and sums them up.
 
     The steps of an action follow each other without gaps until its end. The time that a sender
     waits does not count as sending.
@@ -398,7 +399,7 @@ def test_steps_of_an_action_that_was_broken_off_are_in_no_other() -> None:
     trace = Trace(1)
     trace(0, StepDone(clip=0, step=0, seconds=1.0))
     trace(0, ActionDone(action="ENCODE c1 @0", start=2.0, end=3.0, waited=0.0))
-    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # a broken-off action again
+    trace(0, StepDone(clip=1, step=0, seconds=1.0))  # an action that was broken off
     trace(0, StepDone(clip=2, step=0, seconds=1.5))
     trace(0, ActionDone(action="DENOISE c2 0:1", start=5.0, end=6.5, waited=0.0))
     assert trace.steps == [StepSpan(0, 2, 0, 5.0, 6.5)]

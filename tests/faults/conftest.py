@@ -75,7 +75,7 @@ class Command:
         self._events = home / f"{self.mark}.events"
         self._stderr = home / f"{self.mark}.err"
         self._seen: set[int] = set()
-        self._older = frozenset(process_ids())  # `pids` need not read these
+        self._older = frozenset(process_ids())  # `pids` need not read these processes
         program = ["-m", "svdpp"]
         if plan is not None:
             plan_file = home / f"{self.mark}.json"
@@ -145,7 +145,8 @@ class Command:
         return now
 
     def end(self, fault: float, bound: float) -> int:
-        """Wait for the command's end, within `bound` seconds of `fault`; return its exit code."""
+        """Wait for the command's end, `bound` seconds after `fault` at most; return the exit
+        code."""
         bound = allowing_for_others(bound)
         try:
             self.process.wait(max(0.0, fault + bound - time.monotonic()))

@@ -52,10 +52,10 @@ def test_a_second_signal_ends_it_at_once(start: StartCommand, number: signal.Sig
 def test_a_signal_while_ranks_start_or_an_mp4_is_written(
     start: StartCommand, home: Path, number: signal.Signals, writes: bool
 ) -> None:
-    """A signal ends the command within 2 s, even if a process of it does not respond.
+    """A signal ends the command within 2 s, even if one of its processes does not respond.
 
     While it starts, the fork server imports torch and reads no messages. If ffmpeg hangs, a signal
-    to the group ends it too.
+    to the process group ends ffmpeg too.
     """
     if writes:
         command = start(*RUN, str(home / "out"), out=home / "out", plan={})
@@ -95,7 +95,7 @@ def test_a_stopped_fork_server_does_not_hang_the_start(
 def test_a_fork_server_that_was_killed_is_named(start: StartCommand) -> None:
     """If the fork server is killed, the error says so.
 
-    Its ranks end with it, and the command cannot get their exit codes.
+    The ranks end with the fork server, and the command cannot get their exit codes.
     """
     command = start(*SIMULATE, plan={"stop": STANDING})
     command.event(kind="Heartbeat", rank=1, step=2, action="DENOISE c2 2:4")

@@ -42,7 +42,7 @@ def _command(case: Case, model: Path, inputs: Inputs) -> list[str]:
     if case.negative is not None:
         options.append(("--negative-prompt", case.negative))
     values = {**SIZES, "num_inference_steps": 4, **case.sampling}
-    values["num_inference_steps"] *= 1 + values["num_inference_steps"] % 2  # an even number
+    values["num_inference_steps"] *= 1 + values["num_inference_steps"] % 2  # make it even
     if case.family == "svd":
         del values["max_sequence_length"]
     for name, value in values.items():

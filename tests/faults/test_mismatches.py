@@ -74,8 +74,8 @@ CASES: dict[str, tuple[int, str, Callable[[dict[str, Any]], bool]]] = {
 }
 
 
-#: Every kind of damage for each model. Most cases of SVD run only in full, because its packets
-#: differ from Wan's only in the shape.
+#: Every kind of damage for each model. Most cases of SVD run only in the full test grids, because
+#: its packets differ from Wan's only in the shape.
 DAMAGED = [
     pytest.param(
         *(model, damage),
@@ -133,7 +133,7 @@ def test_the_rank_that_sent_is_named(
 def test_the_last_packet_is_missed(
     config_of: Callable[[str], PipelineConfig], damage: str, sent: int | None, planned: int | None
 ) -> None:
-    """A missing or additional last packet is found, although no later packet reveals it."""
+    """A missing or additional last packet is reported, although no later packet reveals it."""
     pipeline = Pipeline(config_of("dummy"), fault=Damage("packet", 0, THIRD, field=damage))
     with pytest.raises(MismatchError) as caught, pipeline:
         pipeline.run([ClipRequest(seed=seed) for seed in range(3)])

@@ -60,7 +60,7 @@ def _warm_fork_server() -> None:
 def temporary_files(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Temporary folder of a test and its ranks. Check after the test that nothing is left."""
     ranks_before, before = set(_ranks().values()), _temporary_names()
-    with monkeypatch.context() as patches:  # ends before the checks below
+    with monkeypatch.context() as patches:  # undone before the checks below
         patches.setattr(tempfile, "tempdir", str(home))
         yield home
     assert set(_ranks().values()) <= ranks_before
@@ -90,7 +90,7 @@ def _clips(image: str | None = None) -> list[ClipRequest]:
 def _is_at(stop: Damage, rank: int, event: Event) -> bool:
     """Return whether an event shows that the faulty rank has reached the place of its fault."""
     if not isinstance(event, Heartbeat) or stop.place == "start":
-        return isinstance(event, Heartbeat)  # of another rank, as a rank at "start" sends nothing
+        return isinstance(event, Heartbeat)  # another rank's, because a rank at "start" sends none
     if rank != stop.rank:
         return False
     action = str(event.action)
@@ -140,8 +140,8 @@ def test_a_rank_is_named_and_no_other(
 ) -> None:
     """The error names the rank that was killed or stopped, and no rank that waits for it.
 
-    Its neighbours wait for it, and so may the other rank of its pair, or ranks that share its
-    decode.
+    The neighbours of that rank wait for it. The other rank of the same pair, or ranks that share
+    the decode, may wait too.
     """
     stop, limit, bound = Damage("hang", rank, 1, place=place), 0.0, 4
     if number is STOPPED:
@@ -182,7 +182,7 @@ def test_clips_survive_what_happens_to_pairs(temporary_files: Path, attempt: int
     """All clips are made, although a rank of a pair is killed, stopped or interrupted at a random
     time.
 
-    Another layout makes the clips that are missing.
+    A run with another layout makes the missing clips.
     """
     dice = random.Random(attempt)
     left = dice.randrange(10, 150)
@@ -243,7 +243,7 @@ def test_a_rank_frozen_at_the_very_end_is_named() -> None:
 
 
 def test_a_slow_rank_is_waited_for(temporary_files: Path) -> None:
-    """A rank whose step takes over three times the heartbeat timeout is not taken for dead."""
+    """A rank whose step takes over three times the heartbeat timeout does not count as dead."""
     gate, heartbeat_timeout = temporary_files / "gate", allowing_for_others(2.0)
     stop = Damage("hang", MIDDLE, 1, place="step2", until=str(gate))
     heartbeats: list[float] = []

@@ -55,7 +55,7 @@ def report() -> Report:
 
 @pytest.fixture(scope="session")
 def full_size(machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random checkpoint of SVD-XT's size; of a tiny one if sizes are small."""
+    """Folder of a checkpoint with random weights: of SVD-XT's size, or tiny if sizes are small."""
     folder = tmp_path_factory.mktemp("full-size") / "model"
     return save_tiny_checkpoint(folder) if machine.is_small else _save_full_size(folder)
 

@@ -1,8 +1,8 @@
 """python -m tests.gpu.contexts DEVICE RANKS: print which processes of a run have a CUDA context.
 
 The output is JSON with UUIDs of GPUs: `ranks` has a list for each rank, and `parent` a list for
-this process. This program runs in a new process, because that of pytest may have contexts of other
-tests.
+this process. This program runs in a new process, because pytest's process may have contexts of
+other tests.
 """
 
 from __future__ import annotations

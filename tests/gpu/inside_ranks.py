@@ -26,7 +26,7 @@ def _take_what_is_free() -> None:
     while size >= 4096:
         try:
             _kept.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
-        except RuntimeError:  # out of memory, in both of torch's error types
+        except RuntimeError:  # both error types of torch for a lack of memory derive from it
             size //= 2
 
 
@@ -64,7 +64,7 @@ class Fragmented(Damage):
 class Watched(Damage):
     """Injected check of all ranks for races on the GPU by torch's CUDA Sanitizer.
 
-    The races that a rank finds are in its file in `folder`.
+    Each rank writes the races that it finds to its own file in `folder`.
 
     Args:
         planted: Whether to plant a race: copies do not wait for the kernels that write their
@@ -140,7 +140,7 @@ class HostWaits(TorchDispatchMode):
 
     The thread is the one that creates the object. `for_queue` counts reads, blocking copies and
     synchronisations, which wait for all queued kernels. `for_events` counts waits for an event,
-    which may have passed long ago.
+    which may already be complete.
     """
 
     def __init__(self) -> None:

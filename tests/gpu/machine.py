@@ -53,12 +53,12 @@ class Machine:
 
     @property
     def own_device(self) -> str:
-        """Value of `device` if each rank has its own: `cuda`, or `cpu` in a rehearsal."""
+        """Value of `device` if each rank has its own device: `cuda`, or `cpu` in a rehearsal."""
         return "cpu" if self.is_rehearsal else "cuda"
 
     @property
     def shared_device(self) -> str:
-        """Value of `device` if all ranks share one: `cuda:0`, or `cpu` in a rehearsal."""
+        """Value of `device` if all ranks share one device: `cuda:0`, or `cpu` in a rehearsal."""
         return "cpu" if self.is_rehearsal else "cuda:0"
 
     @property
@@ -160,9 +160,9 @@ def python(*arguments: str, code: int = 0, **variables: str) -> str:
 def seconds_until_named(
     pipeline: Pipeline, requests: list[ClipRequest], number: signal.Signals, kind: type = StepDone
 ) -> float:
-    """Signal rank 1 in a run; return the seconds until the run ends with an error that names it.
+    """Signal rank 1 in a run; return how long the run takes to end with an error that names rank 1.
 
-    Return the seconds from the signal to the end of the run.
+    The result is the number of seconds from the signal to the end of the run.
     """
     began: list[float] = []
 
@@ -195,7 +195,7 @@ class Report:
         assert result.bitwise, result.first_difference
 
     def write(self) -> None:
-        """Write the report of the values so far, so that an interrupted session leaves them too."""
+        """Write the values measured so far, so that an interrupted session leaves a report too."""
         found = {"schema_version": 1, "environment": environment(), "figures": self.figures}
         (self.folder / "gpu-report.json").write_text(json.dumps(found, indent=2, default=str))
         (self.folder / "gpu-report.md").write_text(self._markdown(found["environment"]))

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 class _Listener:
-    """Observer that keeps the seconds of each step, and each rank's peak of allocated memory."""
+    """Observer that records the seconds of each step, and each rank's peak of allocated memory."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, list[float]] = {}

@@ -26,7 +26,7 @@ def _launched(
 ) -> str:
     """Run a command of svdpp under torchrun, and return its stdout, or stderr after an error.
 
-    `setting` is a shell assignment that each rank evaluates, as `A=$LOCAL_RANK`.
+    `setting` is a shell assignment that each rank evaluates, such as `A=$LOCAL_RANK`.
     """
     program = f'{setting} exec {sys.executable} -m svdpp "$@"'
     return python(
@@ -123,7 +123,7 @@ def test_two_ranks_on_one_gpu_are_refused_under_nccl(machine: Machine, tmp_path:
 def test_ranks_that_differ_are_refused_or_leave_clips_unproven(
     machine: Machine, tmp_path: Path, allowed: bool
 ) -> None:
-    """Ranks with different GPUs are refused; if they are allowed, their clips count as unproven.
+    """Different GPUs are refused; if the difference is allowed, the clips count as unproven.
 
     If all GPUs are of one kind, the ranks have different settings of torch instead.
     """

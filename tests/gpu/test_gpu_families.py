@@ -1,4 +1,4 @@
-"""Tiny Wan and LTX-Video on a GPU: the bits of diffusers, and no more waits in a step."""
+"""Tiny Wan and LTX-Video on a GPU: the bits of diffusers, and no more waits than diffusers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 6
 _LTX = {"height": 64, "width": 96, "num_frames": 9}
 FAMILIES = {
     "svd": CASES["svd"],
-    # This case has two experts, and the history of UniPC between the steps.
+    # This case has two experts, and UniPC keeps a history between the steps.
     "wan": Case("wan", {"height": 32, "width": 32, "num_frames": 5}, changes=T2V),
     "ltx": Case("ltx", _LTX),
     # Only in this case, the generator is on the device, and its state is sent with the packet.

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.no_rehearsal
 
 SIZE = 8 * 2**20
 FRAMES = (8, 512, 512, 3)
-# A few tenths of a second at 1 to 2 GHz, which is longer than a copy of 8 MB takes.
+# The sleep lasts a few tenths of a second at 1 to 2 GHz, which is longer than a copy of 8 MB takes.
 SLEEP_CYCLES = 500_000_000
 DEVICE = torch.device("cuda:0")
 

@@ -127,8 +127,8 @@ def _payload(clip: int, device: torch.device) -> torch.Tensor:
 def _relay_over_nccl(context: LaunchContext, asked: tuple[str, int]) -> None:
     """Forward packets from rank to rank while the GPU computes, and report their hashes.
 
-    A rank must not end earlier. A finished send only means that its memory may be reused; its bytes
-    may not have arrived yet.
+    A rank must not end before all its packets have arrived. A finished send only means that the
+    sent memory may be reused.
     """
     device, rank = torch.device(asked[0]), context.world.rank
     if device.type == "cuda":

@@ -67,7 +67,7 @@ class Host:
         _ip("-n", self.namespace, "link", "set", DEVICE, state)
 
     def assert_own_addresses(self, but: str = "") -> None:
-        """Check that programs listen only on the simulated host's address, except `but`."""
+        """Check that all programs except `but` listen only on the simulated host's address."""
         lines = _ip("netns", "exec", self.namespace, "ss", "-ltnpH").splitlines()
         assert lines, "the test looks in the wrong place"
         for line in lines:
@@ -255,7 +255,7 @@ def test_hosts_write_the_clips_that_they_decode_into_one_folder(
     )
     wait_for("out/*.mp4", tmp_path)
     for host in hosts.all:
-        host.assert_own_addresses(but="pt_elastic")  # torchrun's own
+        host.assert_own_addresses(but="pt_elastic")  # a program of torchrun itself
     assert [job.end() for job in jobs] == [0, 0], jobs[0].err + jobs[1].err
 
     records = _records(out)

@@ -161,7 +161,7 @@ def test_a_rank_that_stops_after_it_connected_is_named(store: HashStore) -> None
         connected = rank.submit(rendezvous.connect, store, CONFIG.hello(), CONFIG)
         with pytest.raises(RankError, match=r"rank 1 \(here\) connected, but does not respond"):
             _join(WORLD, start_timeout=allowing_for_others(1))
-        connected.result()[0].close()  # was open until now
+        connected.result()[0].close()  # the rank's connection was open until now
 
 
 def test_ranks_that_come_after_one_with_another_option_hear_of_it(store: HashStore) -> None:
@@ -185,7 +185,7 @@ def test_a_shared_folder_that_cannot_be_made_is_told_at_once(tmp_path: Path) -> 
 
 @pytest.mark.usefixtures("store")
 def test_a_silent_host_is_named_if_a_heartbeat_finds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A silent host is named, also if the heartbeat gets the timeout and not the read.
+    """A silent host is named, even if the heartbeat gets the timeout, and the read does not.
 
     Linux reports the timeout of a connection to only one system call. Later reads see the end of
     the data.

@@ -20,7 +20,7 @@ from svdpp.launch.worker_group import start_ranks
 
 
 class _StartMethodError(Exception):
-    """Error with the start method that svdpp asks torch for, raised before a process starts."""
+    """Error that has the start method requested from torch, raised before a process starts."""
 
 
 @pytest.mark.parametrize(("device", "method"), [("cpu", "forkserver"), ("cuda", "spawn")])

@@ -71,8 +71,8 @@ def test_all_tasks_agree_on_whether_hosts_have_equal_numbers(
 ) -> None:
     """All tasks find the same answer to whether all hosts have equally many ranks.
 
-    With 4, 3 and 2 tasks, the second host has a third of the ranks, and could wrongly see equal
-    hosts.
+    With 4, 3 and 2 tasks, the second host has a third of the ranks, and could wrongly conclude that
+    hosts are equal.
     """
     step = {**SLURM, "SLURM_NTASKS": "9", "SLURM_STEP_NUM_NODES": "3", "SLURM_LOCALID": "0"}
     for host in range(3):

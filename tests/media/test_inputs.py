@@ -91,7 +91,7 @@ def deep(value: float, dtype: Any) -> Image.Image:
     return Image.fromarray(np.full((20, 20), value, dtype))
 
 
-#: By name: image, file format, options to save it, and the first pixels that must be read.
+#: By name: image, file format, options to save the image, and the expected first pixels.
 PIXELS: dict[str, tuple[Image.Image, str, dict[str, Any], list[tuple[int, ...]]]] = {
     "alpha": (
         filled("RGBA", (255, 0, 0, 0), ((0, 0, 255, 255), (0, 0, 0, 128))),

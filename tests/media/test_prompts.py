@@ -21,7 +21,7 @@ PROMPTS = ["\u6d77\u4e0a\u65e5\u51fa", "a cat, #3"]
         codecs.BOM_UTF16_BE + TEXT.encode("utf-16-be"),
         codecs.BOM_UTF32_LE + TEXT.encode("utf-32-le"),
         codecs.BOM_UTF32_BE + TEXT.encode("utf-32-be"),
-        codecs.BOM_UTF8 + TEXT.replace("a cat", "\ufeffa \ufeffcat").encode(),  # left by `cat`
+        codecs.BOM_UTF8 + TEXT.replace("a cat", "\ufeffa \ufeffcat").encode(),  # BOMs left by `cat`
         TEXT.replace("\r\n", "\n").encode(),
     ],
 )

@@ -99,7 +99,7 @@ def test_mp4_is_what_players_expect(tmp_path: Path) -> None:
     command = [find_ffmpeg(), "-hide_banner", "-i", str(tmp_path / "x.mp4")]
     text = subprocess.run(command, capture_output=True, text=True).stderr
     assert "Video: h264" in text
-    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # one bt709 if all tags are equal
+    assert "yuv420p(tv, bt709, progressive), 64x48" in text  # printed once if all tags are equal
     assert "7 fps" in text
     assert "Duration: 00:00:01.00" in text
     data = (tmp_path / "x.mp4").read_bytes()
@@ -204,7 +204,7 @@ def test_an_ffmpeg_that_fails(
     fake.touch(0o755)
     fake.write_text(f"#!/bin/sh\n{body}\n")
     monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(fake))
-    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # plus 1 s for each of six frames
+    monkeypatch.setattr(video, "_WRITE_SECONDS", -5.0)  # 1 s is added for each of six frames
     clip.write_text("old")
     with pytest.raises(OutputError) as caught:
         write(clip, "mp4", noise(6, 256))  # more than a pipe can hold

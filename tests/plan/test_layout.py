@@ -1,4 +1,4 @@
-"""Layouts: their schedules work, their cuts are optimal, invalid ones are refused; `auto`."""
+"""Layouts: their schedules work, their cuts are optimal, invalid layouts are refused; `auto`."""
 
 from __future__ import annotations
 
@@ -429,7 +429,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
             "data parallel of pairs",
             BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
         ),
-        *(  # for a long queue the rate decides; pairs have only 0.87 of it
+        *(  # for a long queue the rate decides; that of pairs is only 0.87 of the best
             (
                 {"minimize_latency": minimize_latency},
                 "data parallel",
@@ -446,7 +446,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         ),
         ({"costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
         ({"world_size": 7}, "data parallel", "the next best"),
-        (  # only four stages, so pairs, divide 28 steps evenly
+        (  # 28 steps divide evenly into four stages of pairs, not into eight
             {"fixed": {"data_parallel_size": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
             "no other layout is possible",

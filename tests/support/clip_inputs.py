@@ -17,7 +17,7 @@ from svdpp.verification.verify import verify
 from tests.support.family_case import Case
 from tests.support.range_checks import PROMPT, photograph
 
-#: Number of frames of each input video; no case reads so many.
+#: Number of frames of each input video, which is more than any test case reads.
 _NUM_FRAMES = 120
 
 

@@ -27,7 +27,7 @@ from svdpp.worker.tensor_files import solver_history
 
 
 def one_ulp_off(latent: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `latent` with the middle element increased to the dtype's next number."""
+    """Return a copy of `latent` whose middle element is the next larger number of the dtype."""
     changed = latent.clone().contiguous()
     middle = changed.view(-1)[changed.numel() // 2]
     middle.copy_(torch.nextafter(middle, torch.full_like(middle, torch.inf)))
@@ -79,13 +79,13 @@ class Damage:
 
     Kinds: `hang` hangs at `place` until the file `until` exists (without `until`, forever), while
     heartbeats continue. `raise` raises an error at `place`, after the file `until` exists (without
-    `until`, at once). `ulp` increases one element of the latent that the rank sends to the next
-    floating-point number. `state` does this to an element of a multistep solver's history, and
-    `prediction` to an element of the first prediction that a rank of a CFG pair sends. `skip` omits
-    one of the rank's steps of the clip. `nan` fills the latent that the rank receives with NaN.
-    `header` changes the field `field` of the header that the rank sends. `memory` requests more
-    memory than any machine has, at `place`. `packet` damages the packet that the rank sends;
-    `field` is the kind of damage (see `damaged_packets` and `_damage_payload`).
+    `until`, at once). `ulp` increases one element of a latent by one unit in the last place before
+    the rank sends the latent. `state` increases an element of a multistep solver's history in the
+    same way, and `prediction` an element of the first prediction that a rank of a CFG pair sends.
+    `skip` omits one of the rank's steps of the clip. `nan` fills the latent that the rank receives
+    with NaN. `header` changes the field `field` of the header that the rank sends. `memory`
+    requests more memory than any machine has, at `place`. `packet` damages the packet that the rank
+    sends; `field` is the kind of damage (see `damaged_packets` and `_damage_payload`).
 
     Places before the first clip: `start` (before the rank's first report) and `load` (while the
     model is loaded). Places in the clip `clip`: `step<k>` (before step k, from 0), `step` (before
@@ -111,7 +111,7 @@ class Damage:
             self._damage_packets()
 
     def strikes(self, kind: str, rank: int, clip: int) -> bool:
-        """Return whether the injected fault is of a kind, and at the given rank and clip."""
+        """Return whether the fault is of the given kind, and at the given rank and clip."""
         return (self.kind, self.rank, self.clip) == (kind, rank, clip)
 
     def is_at(self, rank: int, clip: int, place: str) -> bool:
@@ -121,7 +121,7 @@ class Damage:
         return is_place and (rank, clip) == (self.rank, own_clip)
 
     def reach(self, rank: int, clip: int, place: str) -> None:
-        """Hang, raise or use up memory if the injected fault acts at the place a rank reached."""
+        """Hang, raise or use up memory if the fault acts at the place that a rank has reached."""
         if self.kind not in ("hang", "raise", "memory") or not self.is_at(rank, clip, place):
             return
         if self.kind == "memory" and place != "load":
@@ -210,9 +210,10 @@ class Damage:
         Transport.send = damaged  # type: ignore[method-assign, assignment]
 
     def _damage_payload(self, sending: SimpleNamespace) -> None:
-        """Make a rank drop bytes of a packet's payload, or change one after the checksum.
+        """Make a rank send a payload with missing bytes or a changed one, or another clip's index.
 
-        Field `clip`: name another clip, after the sender has compared the clip with its plan.
+        The payload is changed after the checksum is computed, and the index after the sender has
+        compared it with the plan.
         """
         flatten, pack, payloads = link.flatten, link.pack_metadata, list[torch.Tensor]()
 

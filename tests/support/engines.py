@@ -86,7 +86,7 @@ def take_all(store: JobQueue) -> list[str]:
 
 
 def remove_leftovers_now(store: JobQueue, in_use: Collection[str] = ()) -> None:
-    """Remove the files of a service that no job needs; a server does so within two hours."""
+    """Remove a service's files that no job needs. A server removes them at most two hours later."""
     remove_orphans(store, remove_orphans(store, set(), in_use), in_use)
 
 
@@ -150,7 +150,7 @@ class Serving:
         wait_until(happens, HANG_SECONDS, lambda: f"{what}: {self.engine.rank_monitor.snapshot()}")
 
     def wait_for_step(self, job_id: str, step: int) -> None:
-        """Wait until a clip has finished `step` steps. `serving` has been told to stop it there."""
+        """Wait until a clip has finished `step` steps, where `serving` pauses the clip."""
 
         def is_there() -> bool:
             clip = self.engine.dispatcher.get(job_id)

@@ -109,7 +109,7 @@ class HttpServer:
         return code
 
     def wait_ready(self) -> None:
-        """Wait until the server's ranks are ready, and the server has printed so."""
+        """Wait until the server's ranks are ready, and the server has printed that they are."""
         wait(lambda: self.client.get("/ready").status_code == 200, lambda: self.err)
         wait(lambda: "ready to make clips\n" in self.err, lambda: self.err)
 

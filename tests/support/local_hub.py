@@ -74,7 +74,7 @@ class Hub(BaseHTTPRequestHandler):
         return None
 
     def _answer(self, name: str | None, kind: str | None, file: str | None) -> bytes | None:
-        """Return the body of the local hub's response; None if it lacks what is requested."""
+        """Return the body of the local hub's response; None if the hub lacks the file."""
         if name is None:
             return None
         folder = self.folder if name == _TINY else self.others[name]
@@ -107,7 +107,7 @@ _ROUTE = (
 
 @contextmanager
 def running_hub() -> Iterator[type[Hub]]:
-    """Run a new local hub on a free port. Yield its class, with the URL and the requested files."""
+    """Run a new local hub on a free port. Its class has the URL and the requested files."""
     handler = type("OneHub", (Hub,), {"requested": [], "others": {}, "errors": {}})
     server = HTTPServer(("127.0.0.1", 0), handler)
     handler.url = f"http://127.0.0.1:{server.server_port}"

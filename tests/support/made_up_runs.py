@@ -56,7 +56,7 @@ def with_rank(metrics: RunMetrics, rank: int, **changes: Any) -> RunMetrics:
 
 
 def delayed(metrics: RunMetrics, rank: int, seconds: float, **changes: Any) -> RunMetrics:
-    """Return a copy of a run's metrics in which it took longer, because one rank was blocked.
+    """Return a copy of a run's metrics in which the run took longer, because one rank was blocked.
 
     All other ranks wait `seconds` longer for packets from this rank.
     """

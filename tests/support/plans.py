@@ -102,7 +102,7 @@ def _costs_of(draw: st.DrawFn, world_size: int, cfg_parallel: int) -> CostModel:
 
 
 def steps_in(seconds: float, part: StageGroup) -> float:
-    """Return how many steps of every clip the stages can do in `seconds`. Parts of steps count."""
+    """Return how many steps of every clip the stages can do in `seconds`. Fractions count."""
     return sum(fmean(stage.steps_within(seconds, part.num_steps)) for stage in part.stages)
 
 

@@ -74,7 +74,7 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def collected(pids: Iterable[int]) -> bool:
-    """Return whether all of some processes have ended; reap those that this process started."""
+    """Return whether all the given processes have ended; reap those that this process started."""
     for pid in pids:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
@@ -91,7 +91,7 @@ def command_line(pid: int) -> str:
 
 
 def allowing_for_others(seconds: float) -> float:
-    """Return a time limit, given for an idle machine, scaled by the current load of this one.
+    """Return a time limit, given for an idle machine, scaled by the load of this machine.
 
     The load is the load average of the last minute or the number of processes that run now,
     whichever is larger, divided by the number of cores. `make test-jitter` pauses each process for
@@ -108,9 +108,9 @@ Happened = TypeVar("Happened")
 def wait_until(
     happens: Callable[[], Happened], seconds: float, what: str | Callable[[], str]
 ) -> Happened:
-    """Wait until `happens()` returns a true value, and return it; else fail the test.
+    """Wait until `happens()` returns a true value, and return that value; else fail the test.
 
-    Fail the test with `what` after `seconds`.
+    The test fails after `seconds`, with the message `what`.
     """
     begun = time.monotonic()
     while not (happened := happens()):

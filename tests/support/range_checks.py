@@ -210,8 +210,8 @@ def _run(
     result: Tensors = model.denoise(received, start, end, check)
     assert steps == list(range(start, end))
     assert_equal(received, packet)
-    # A transfer makes tensors contiguous. So they must be contiguous before it, because the memory
-    # layout can change the bits of later results.
+    # A transfer makes tensors contiguous. So tensors must be contiguous before the transfer too,
+    # because the memory layout can change the bits of later results.
     assert all(tensor.is_contiguous() for tensor in result.values())
     return result
 

@@ -15,8 +15,8 @@ def small_disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount a tmpfs at `folder`, with options such as `size=64k`. Skip the test if mounting needs
     root.
 
-    Each test that uses this has a variant that always runs, with RLIMIT_FSIZE or a read-only
-    folder.
+    Each test that uses this function has a variant that always runs, with RLIMIT_FSIZE or a
+    read-only folder.
     """
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]

@@ -37,9 +37,9 @@ CASES: Mapping[str, Case] = {
 #: Name of the first test case of each family.
 FIRST = {case.family: name for name, case in reversed(CASES.items())}
 
-#: Words in the names of cases that resemble another case, so that quick tests can leave them out.
-#: They differ from the other case only in the scheduler, the guidance or the number of references,
-#: or they encode their image as another family does.
+#: Words in the names of the test cases that quick tests leave out, because each of these cases
+#: resembles another one. The two cases differ only in the scheduler, the guidance or the number of
+#: references, or an image is encoded as in another family.
 _ALIKE = (
     "euler",
     "order",
@@ -68,7 +68,7 @@ _ALIKE = (
     "control-references",
     "modular-references",
 )
-#: Names of all other test cases.
+#: Names of the test cases that contain none of these words.
 NOT_ALIKE = [name for name in CASES if not any(word in name for word in _ALIKE)]
 
 #: Test cases that cover every kind of family: with guidance in one batch, with two experts, with
@@ -85,7 +85,7 @@ _OPTIONS = {"max_shard_size", "variant"}
 def chosen(
     quick: Collection[str], in_ci: Collection[str] = (), every: Iterable[str] = CASES
 ) -> list[Any]:
-    """Return test cases of families as pytest parameters, with marks for `make test`, CI or all.
+    """Return test cases of families as pytest parameters, with marks for the runs that use them.
 
     `make test` runs the cases `quick`, CI also the cases `in_ci`, and the full test grids all
     cases.

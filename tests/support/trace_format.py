@@ -65,7 +65,7 @@ def _check_fields(event: _TraceEvent) -> None:
 
 
 def _check_nesting(slices: list[_Slice]) -> None:
-    """Check that a track's slices in a trace nest: one ends before the next, or contains it.
+    """Check that a track's slices in a trace nest: one ends before another starts, or contains it.
 
     Of two slices that start at the same time, the longer one must come first in the file.
     """

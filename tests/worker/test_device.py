@@ -1,4 +1,4 @@
-"""Device of a rank: taken before anything else; errors name what is missing, such as memory."""
+"""Device of a rank: selected before anything else; errors name what is missing, such as memory."""
 
 from __future__ import annotations
 

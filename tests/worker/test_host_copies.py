@@ -149,7 +149,7 @@ def test_a_link(
 ) -> None:
     """A link copies to the host only for gloo; for NCCL it waits for the tensors first.
 
-    If the header left before the tensors exist, NCCL's receive kernel would spin until then.
+    If the header were sent before the tensors exist, NCCL's receive kernel would spin until then.
     """
     sent: list[object] = []
     event.synchronize.side_effect = lambda: sent.append(event)

@@ -133,7 +133,7 @@ def test_an_exception_of_one_encode_is_that_clips_failure(
 def test_memory_pressure_during_an_action_stays_with_the_clip(
     monkeypatch: pytest.MonkeyPatch, short_during: str | None
 ) -> None:
-    """Memory pressure during an action is recorded for the clip, even if it ends later."""
+    """Memory pressure during an action is recorded for the clip, even if the pressure ends."""
     alone = _stage(_FakeClock(), lambda _: False)
     actions, jobs = _work(0)
     alone.enqueue(actions, jobs)
@@ -177,7 +177,7 @@ THEIRS = {"prediction": torch.ones(1)}
 class _PartnerTransport:
     """Stand-in for a rank's transport, with a partner that sends a prediction for each step.
 
-    At step `dropped`, it sends a tombstone, because it drops the clip.
+    At step `dropped`, the partner sends a tombstone, because it drops the clip.
     """
 
     def __init__(self, dropped: int | None = None) -> None:

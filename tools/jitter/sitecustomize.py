@@ -43,7 +43,7 @@ _own = _Thread()
 def pause(_frame: FrameType, _event: str, _argument: Any) -> None:
     """Pause the calling thread if its next random pause is due."""
     if time.monotonic() >= _own.next_pause:
-        _own.next_pause = float("inf")  # the profiled calls below must not pause too
+        _own.next_pause = float("inf")  # the calls below must not cause another pause
         time.sleep(seconds_of_pause(_own.chance))
         _own.next_pause = time.monotonic() + seconds_between(_own.chance)
 

@@ -203,7 +203,7 @@ def run_svdpp(arguments: list[str], folder: Path) -> subprocess.CompletedProcess
 def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subprocess.Popen[str]:
     """Start a command of svdpp in a new process group.
 
-    With `capture`, its output goes to pipes, otherwise to a log file.
+    With `capture`, the command's output goes to pipes, otherwise to a log file.
     """
     log = None if capture else (folder / "log.txt").open("a")
     pipe = subprocess.PIPE if capture else log

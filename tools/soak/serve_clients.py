@@ -63,7 +63,7 @@ def photos() -> list[bytes]:
 def random_requests(number: int, chance: random.Random) -> list[Request]:
     """Return `number` random requests for clips, for the soak test's clients.
 
-    There are few different ones, so that few reference clips have to be made.
+    Many of the requests are equal, so that few reference clips have to be made.
     """
     fates: tuple[Fate, ...] = ("keep", "cancel", "delete", "repeat")
     return [
@@ -181,7 +181,7 @@ class Clients:
         return answer.json() if answer.status_code == 200 else None
 
     def _see_the_end(self, request: Request) -> None:
-        """Wait for a clip's final state, or cancel the clip before it reaches one; record it."""
+        """Wait for a clip's final state, or cancel the clip first; record the final state."""
         while True:
             try:
                 if request.fate == "cancel":

@@ -131,7 +131,7 @@ class FaultyServer:
 
     @property
     def restarts(self) -> int | None:
-        """Number of times that the server's process has restarted its ranks; None if they are not
+        """Number of times that the server's process has restarted its ranks; None if ranks are not
         ready.
         """
         try:
@@ -200,7 +200,8 @@ class FaultyServer:
         self._process = self._start()
 
     def _end(self, what: str) -> None:
-        """Wait until the server and its processes have ended; report and kill leftover ones."""
+        """Wait until the server and its processes have ended; report and kill leftover
+        processes."""
         self._process.wait()
         end = time.monotonic() + _ORPHAN_SECONDS
         while (left := processes_of(self._mark, self._folder)) and time.monotonic() < end:
@@ -236,7 +237,7 @@ class FaultyServer:
 
 
 def _kill(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it may have ended meanwhile
+    with contextlib.suppress(ProcessLookupError):  # the process may have ended meanwhile
         os.kill(pid, number)
 
 

@@ -140,7 +140,7 @@ class FaultyServers:
         return server.is_ready or (not server.is_running and server.wait_ready())
 
     def are_ready(self) -> bool:
-        """Start servers that have ended again; return whether all servers are ready."""
+        """Restart servers that have ended; return whether all servers are ready."""
         return all(map(self._is_ready, self.servers))
 
     def _stop_server(self, server: FaultyServer) -> None:
@@ -161,7 +161,7 @@ class FaultyServers:
     def _jump(self, server: FaultyServer) -> None:
         """Make a server's clock jump by seconds to days, and sometimes correct it after a while.
 
-        The clock is corrected later, or at the server's next start.
+        If the clock is not corrected here, the server's next start corrects it.
         """
         server.set_clock(self._chance.choice((-3.0, 0.1, 2.0, 400.0)))
         if self._chance.random() < 0.7:
@@ -172,7 +172,8 @@ class FaultyServers:
         """Replace the servers' data folder by an empty folder for a while.
 
         Without a database, the queue is a file in the data folder. A server that is starting would
-        create a new queue in the empty folder, so all servers must be ready before.
+        create a new queue in the empty folder, so all servers must be ready before the folder is
+        replaced.
         """
         if self._database is None:
             _wait(self.are_ready)
@@ -199,7 +200,10 @@ class FaultyServers:
         database.execute(change.format("off"))
 
     def jobs(self) -> list[Job]:
-        """Return all jobs, after removing files without a job, as servers do within two hours."""
+        """Return all jobs, after removing files without a job.
+
+        A server would remove them by itself, at most two hours later.
+        """
         url = None if self._database is None else self._database.url
         with contextlib.closing(JobQueue(self.data, url=url)) as queue:
             remove_leftovers_now(queue)

@@ -142,9 +142,9 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
 def _disturb(
     worker: subprocess.Popen[str], ranks: list[int], chance: random.Random, between: float
 ) -> str:
-    """Wait for a random time, and kill, stop or signal a rank or the parent; return which.
+    """Wait for a random time, then kill, stop or signal a rank or the parent; return the fault.
 
-    Return the fault's name, or an empty string if the run ended before the fault.
+    The result is the fault's name, or an empty string if the run ended before the fault.
     """
     until = time.monotonic() + chance.uniform(0.5, 1.5) * between
     while time.monotonic() < until:

@@ -1,8 +1,9 @@
 """Make a Python process see two fake GPUs, which fail when they are used.
 
 Python imports this module at its start if its folder is on PYTHONPATH. The first call of each kind
-that would initialise CUDA is appended to the file FAKE_GPU_RECORD, as process id and name. As in
-torch, a process cannot use CUDA if its parent initialised CUDA before the fork.
+that would initialise CUDA is appended to the file that the variable FAKE_GPU_RECORD names, as
+process id and name. As in torch, a process cannot use CUDA if its parent initialised CUDA before
+the fork.
 """
 
 import os
@@ -56,7 +57,7 @@ pynvml.nvmlDeviceGetUUID = lambda index: f"GPU-{index}"
 
 os.register_at_fork(after_in_child=_after_fork)
 torch._C._cuda_getDeviceCount = lambda: _initialise("counts devices") or 2
-torch._C._cuda_getCurrentRawStream = lambda *_: 0  # libraries import it if torch has CUDA
+torch._C._cuda_getCurrentRawStream = lambda *_: 0  # libraries import the name if torch has CUDA
 torch.cuda._is_compiled = lambda: True
 torch.cuda._device_count_nvml = lambda: 2
 torch.cuda.set_device = _set_device

@@ -11,8 +11,8 @@ from tests.support.tiny_parts import DENOISER, TEXT, Parts, t5
 def _allegro(_: bool) -> Parts:
     return {
         **t5(),
-        # 128 pixels is the smallest tile size whose tiles overlap as the published VAE's tiles of
-        # 320 pixels do.
+        # 128 pixels is the smallest tile size at which tiles overlap in the same way as the
+        # published VAE's tiles of 320 pixels.
         "vae": diffusers.AutoencoderKLAllegro(
             **{"block_out_channels": (2, 2, 2, 2), "layers_per_block": 1, "norm_num_groups": 2},
             **{"latent_channels": 4, "sample_size": 128},

@@ -68,8 +68,8 @@ _UNREAD = {
 def _in_context(_: bool) -> Parts:
     """Return components of a tiny LTX-2 with a VAE that has few latent positions.
 
-    Its encoder makes as many latent positions from a video as its decoder takes for a video of that
-    size.
+    The VAE's encoder turns a video into as many latent positions as the VAE's decoder needs to
+    produce a video of the same size.
     """
     return ltx2_parts(_, patch_size=8, downsample_type="spatiotemporal")
 
