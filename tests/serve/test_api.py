@@ -477,9 +477,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
     assert "HTTPValidationError" not in document["components"]["schemas"]
-    assert (
-        server.client.get("/docs").status_code == 404
-    )  # that page would load other hosts' scripts
+    # FastAPI's page /docs is off, because it would load scripts from another host.
+    assert server.client.get("/docs").status_code == 404
 
 
 def test_metrics_follow_clips(server: HttpServer) -> None:
