@@ -9,7 +9,7 @@ queued:
   stream, so no other stream may write to the block.
 - `record_stream` is called if a second stream uses memory of a side stream.
 - Each thread that copies has one stream for its whole life. If it used a new stream for each
-  message, the allocator would cache memory for each of them, and after 32 streams (the size of
+  message, the allocator would cache memory for each stream, and after 32 streams (the size of
   torch's pool) two threads could get the same stream.
 """
 

@@ -79,7 +79,7 @@ def require(condition: bool, message: str, hint: str = "", **details: Any) -> No
 
 
 def check_int(name: str, value: Any, low: int, high: int, where: str = "") -> None:
-    """Raise a `RequestError` unless a field's value is an int in a range; `True` and `2.0` are not.
+    """Raise a `RequestError` unless a field's value is an int, not a bool or a float, in a range.
 
     Args:
         name: Name of the field, such as `num_inference_steps`.

@@ -464,9 +464,9 @@ class ClipRequest:
     last image."""
     references: tuple[str, ...] = ()
     """Paths of the references: further images of what the clip shows, such as a person, besides the
-    input image. The model gets them in this order. Only some families take references."""
+    input image. The model gets the references in this order. Only some families take references."""
     prompt: str | None = None
-    """Prompt; None: the model takes none."""
+    """Prompt; None: the model takes no prompt."""
     negative_prompt: str | None = None
     """Negative prompt; None: diffusers' default, which is empty."""
     image_sha256: str | None = None

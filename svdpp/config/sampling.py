@@ -226,7 +226,7 @@ class CommonSampling:
     videos: ClassVar[Mapping[str, int | None]] = {}
     #: Whether only the default of `num_inference_steps` is possible.
     has_fixed_steps: ClassVar[bool] = False
-    #: Numeric parameters that only this family has, by name.
+    #: Numeric parameters that only the family of this class has, by name.
     own: ClassVar[Mapping[str, Param]] = {}
 
     family: str
@@ -327,7 +327,8 @@ class CommonSampling:
         """Raise a `RequestError` unless a clip has all further videos of its family, and no others.
 
         Args:
-            names: Names of the clip's videos, such as `face_video`, without its input.
+            names: Names of the clip's further videos, such as `face_video`. The clip's input is not
+                one of them.
 
         Raises:
             RequestError: A video is missing, or the family takes no video of this name.

@@ -12,12 +12,13 @@ from svdpp.config.limits import require
 class Tolerance:
     """Allowed difference of an element of a clip: atol + rtol * abs(expected), as in torch.testing.
 
-    Frames and audio are compared as fractions of their largest value. For frames, this value is
-    255, so 1/255 is one level of a pixel. If `atol` and `rtol` are 0, the bits must be equal.
+    Frames and audio are compared as fractions of their largest possible value. For frames, this
+    value is 255, so 1/255 is one level of a pixel. If `atol` and `rtol` are 0, the bits must be
+    equal.
 
     Args:
-        atol: Absolute tolerance: for frames and audio as a fraction of their largest value, for
-            latents in the unit of the latent.
+        atol: Absolute tolerance: for frames and audio as a fraction of their largest possible
+            value, for latents in the unit of the latent.
         rtol: Tolerance as a fraction of the expected value.
 
     Raises:

@@ -133,7 +133,7 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield pipelines of several stages in which a rank holds both experts, if they fit."""
+        """Yield pipelines of several stages that fit in memory and let a rank hold both experts."""
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:

@@ -410,8 +410,8 @@ def makespan_and_latency(layout: Layout, num_clips: int) -> tuple[float, float]:
 
     Args:
         layout: Layout with its costs.
-        num_clips: Number of clips. Only the first of them are computed; further clips are assumed
-            to finish at the same rate.
+        num_clips: Number of clips. If there are many, only the first clips are computed, and the
+            other clips are assumed to finish at the same rate.
 
     Raises:
         RequestError: The layout cannot be forecast; see `forecast_layout`.

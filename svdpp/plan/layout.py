@@ -393,7 +393,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Ranks that decode a clip together, each with its part, by the rank that finishes it.
+        """Parts of a clip's decode, each with its rank, by the rank that finishes the clip.
 
         The rank that finishes the clip decodes the first part. If this rank is in a pair, the other
         rank of the pair decodes the next part. Earlier ranks of the replica decode the remaining

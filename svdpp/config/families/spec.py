@@ -144,8 +144,8 @@ class ModularSpec:
     """Function that gets the sampling parameters and returns further arguments for the guiders'
     classes, such as `{"guider": {"stg_scale": 1.0}}`."""
     reference_class: str | None = None
-    """Name of the class in the pipeline's package that holds a reference; None: the image itself is
-    the argument."""
+    """Name of the class in the pipeline's package that holds a reference; None: the pipeline takes
+    the image itself as the argument."""
     rewritten: frozenset[str] = frozenset()
     """Names of values of the denoising loop that each iteration writes before it uses them, and
     that nothing uses after a step. Packets do not contain these values. The engine recognises such

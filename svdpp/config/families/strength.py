@@ -33,7 +33,7 @@ def check_strength(_: object, sampling: Any) -> None:
     """Raise a `RequestError` if `strength` needs a schedule of more than `MAX_STEPS` steps.
 
     The schedule has `num_inference_steps` / `strength` steps. A clip from a video runs only the
-    last `num_inference_steps` of them.
+    last `num_inference_steps` steps of the schedule.
 
     Args:
         sampling: Resolved sampling parameters, with the field `strength`.
