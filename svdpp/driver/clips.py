@@ -180,8 +180,8 @@ class ClipTracker:
     ended clips get their results. Any thread may add clips and wait for clips.
 
     Args:
-        send_to_all: Function that sends a message to every rank. The tracker cancels clips by such
-            messages.
+        send_to_all: Function that sends a message to every rank. The tracker uses this function to
+            cancel clips.
         latents_folder: Folder of latent checkpoints. When a clip is finished, the tracker removes
             the clip's checkpoints. None: there are no checkpoints.
         tensor_folder: Folder for tensors from ranks on other hosts, for verification; None: ranks

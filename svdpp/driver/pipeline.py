@@ -164,8 +164,8 @@ class Pipeline(PipelineRanks):
                 for rank, message in messages.items():
                     supervisor.send(rank, message)
             except BaseException as error:
-                # If only some ranks got the clips, they would wait forever for the others. So the
-                # run is ended.
+                # If only some ranks got the clips, these ranks would wait forever for the other
+                # ranks. So the run is ended.
                 reason = f"only some of the ranks got the clips: {type(error).__name__}"
                 supervisor.abort(SvdppError(reason))
                 raise

@@ -50,7 +50,7 @@ class ProgressBar(Progress):
         """Advance the progress bar if a rank reports a finished step or clip."""
         match event:
             # If two ranks share each step (`cfg_parallel` 2), both report the step. The minimum
-            # counts it only once.
+            # counts the step only once.
             case StepDone():
                 left = self._num_steps[event.clip] - event.step - 1
                 self._steps_left[event.clip] = min(left, self._steps_left[event.clip])

@@ -466,7 +466,7 @@ class PipelineRequest:
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
         """Return the memory of the model's parts (fields of `CostModel`) and of each device in GiB.
 
-        Each of the two is empty if it is unknown, or if it does not matter, as on the CPU.
+        Each of the two values is empty if the value is unknown or, as on the CPU, does not matter.
         """
         if self.memory_gib is not None:
             return {}, self.memory_gib

@@ -246,8 +246,8 @@ def memory_of_devices(
 
     Returns:
         Two values: the memory of the model's parts, as fields of `CostModel`; and for each rank the
-        free memory without the part that CUDA and NCCL will take. Both are in GiB, and both are
-        empty on the CPU.
+        free memory without the part that CUDA and NCCL will take. Both values are in GiB, and both
+        are empty on the CPU.
     """
     if device == "cpu":
         return {}, ()

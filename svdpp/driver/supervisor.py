@@ -473,7 +473,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start, preferably one that does not wait for others."""
+        """Return the rank that delays the start, preferably one that does not wait for a rank."""
         phases = {
             rank: (
                 state.joined,

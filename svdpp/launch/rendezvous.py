@@ -142,7 +142,7 @@ class RankListener:
         """Return the next rank that has connected to rank 0 and proved that it knows the secret.
 
         The handshake of each connection runs in its own thread, so that a silent connection does
-        not delay others.
+        not delay other connections.
 
         Returns:
             First message of the rank, and the connection to it; None if no rank is ready yet.

@@ -269,7 +269,7 @@ class WorkerGroup:
         return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Wait until all ranks, which were told to stop, have ended; return whether none failed.
+        """Wait for the end of all ranks after a command to stop; return whether none has failed.
 
         Args:
             timeout: Seconds to wait for all ranks together.

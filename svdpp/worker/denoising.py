@@ -68,7 +68,8 @@ class Denoising:
         packet.tensors = model.denoise(packet.tensors, *steps, after_step, partner)
         checks.finish()
         packet.memory_pressure |= context.memory_pressure.has_occurred()
-        # If two ranks share the guidance, both have the same latent, and only the first stores it.
+        # If two ranks share the guidance, both ranks have the same latent, and only the first rank
+        # of the pair stores it.
         if self.branch == 0:
             self._keep_latent()
 

@@ -133,7 +133,7 @@ def _exit_on_signal(number: int) -> NoReturn:
 
 
 class _ParentChannel(ControlChannel):
-    """Channel to rank 0. Its thread exits this process when rank 0 sends END or is lost."""
+    """Channel to rank 0, with a thread that exits this process when rank 0 sends END or is lost."""
 
     def __init__(
         self,

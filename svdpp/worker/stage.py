@@ -77,8 +77,8 @@ class PipelineStage:
         # channel. `idle` compares them with the packets that were sent (`Transport.sent`).
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
         # Tensor shapes and dtypes of the first packet of each kind. Two packets are of the same
-        # kind if their clips have the same sampling parameters and the same number of finished
-        # steps, both or neither have a prompt, and both or neither have a negative prompt.
+        # kind if their clips agree in the sampling parameters, in the number of finished steps, in
+        # whether there is a prompt, and in whether there is a negative prompt.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
