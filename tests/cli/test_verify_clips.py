@@ -47,7 +47,7 @@ def test_an_approximation_of_an_earlier_svdpp_is_refused_in_a_sentence(out: Path
     _edit(out / "rocket_0.mp4.json", exact=False, draft={"rank": 1, "rounds": 2})
     answer = svdpp_here("verify", "out/rocket_0.mp4")
     assert_error(
-        answer, 2, "an earlier svdpp made it by an approximation", "svdpp run makes the exact"
+        answer, 2, "an earlier svdpp made it by an approximation", "svdpp run makes an exact clip"
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from svdpp.client.batch_run import BatchRecord, ServerState, read_state
 from svdpp.client.connection import ServerConnection
 from svdpp.errors import InputError, RequestError
 from tests.support.http_server import DEMO, HttpServer, wait
+from tests.support.ports import free_port
 from tests.support.shell import PHOTO, PYTHONPATH, TINY, assert_error, svdpp_alone, svdpp_here
 
 _SIZE = ("--steps", "400", "--frames", "2", "--height", "64", "--width", "64")
@@ -28,12 +28,6 @@ def write_jobs(folder: Path, *lines: dict[str, Any]) -> str:
     path = folder / "clips.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     return str(path)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 def frame_hashes(folder: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.ports import free_port
 from tests.support.processes import wait_until
 
 # --- PostgreSQL -----------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ class Postgres:
         self.folder, self._programs = folder, programs
         self.log = folder / "log"
         self._settings = {"max_connections": connections, "fsync": "on" if fsync else "off"}
-        self.port = _free_port()
+        self.port = free_port()
         self._run("initdb", "--username=svdpp", "--auth=trust", "--encoding=UTF8", "--no-sync")
         self.start()
 
@@ -186,7 +187,7 @@ class Swift:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._ports = {part: _free_port() for part in (*_PARTS, "proxy")}
+        self._ports = {part: free_port() for part in (*_PARTS, "proxy")}
         self.environment = {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._ports['proxy']}",
             "AWS_ACCESS_KEY_ID": "svdpp:tests",
@@ -273,9 +274,3 @@ def swift_server() -> Iterator[Swift]:
             yield server
         finally:
             server.stop()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +37,7 @@ from svdpp.verification.verify import run_pipelined, verify
 from svdpp.worker.tensor_files import TensorStore
 from tests.support.builders import save_tiny_checkpoint
 from tests.support.damage import Damage, one_ulp_off
+from tests.support.ports import free_port
 from tests.support.tiny_families import save_tiny_wan
 
 
@@ -279,10 +279,8 @@ def test_a_launched_rank_0_frees_its_memory_before_the_reference_starts(
         models.append(weakref.ref(model))
         return model
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
     launcher = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (launcher | {"MASTER_PORT": port}).items():
+    for name, value in (launcher | {"MASTER_PORT": str(free_port())}).items():
         monkeypatch.setenv(name, value)
     # The test must not change the settings of its own process.
     monkeypatch.setattr("svdpp.worker.device.apply_settings", lambda **_: None)

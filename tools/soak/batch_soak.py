@@ -19,7 +19,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from PIL import Image
 
 from benchmarks.options import options
 from tests.support.builders import save_tiny_lora
+from tests.support.ports import free_port
 from tests.support.processes import MARK, marked
 from tests.support.tiny_families import save_tiny
 
@@ -249,9 +249,7 @@ class Server:
     """Process of `svdpp serve` on a free port, which can be killed and started again."""
 
     def __init__(self, folder: Path, model: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         sizes = ",".join(f"{width}x{height}" for width, height in _SIZES)
         self._folder = folder

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests.support.ports import free_port
 from tests.support.processes import MARK, command_line, marked, process_ids
 
 # Value of `--timeout` in seconds. The server detects a stopped rank after 0.8 times this time.
@@ -62,9 +62,7 @@ class FaultyServer:
         self._has_clock, self._clock = has_clock, folder / "clock"
         self._folder, self._options = folder, options
         self.log = folder / "server.log"
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.starts = 0
         self.problems: list[str] = []
