@@ -38,7 +38,7 @@ THREADS = limits.max_threads()
 def pipeline_config(**given: Any) -> PipelineConfig:
     """Return the configuration of a pipeline, by default with two ranks.
 
-    `dtype` and sampling fields are passed to their classes.
+    `dtype` is set in the model's configuration, and a sampling parameter in `sampling`.
     """
     sampler = {field.name for field in dataclasses.fields(SvdSampling)} & given.keys()
     sampling = SvdSampling(**{name: given.pop(name) for name in sampler})

@@ -32,7 +32,8 @@ from svdpp.plan.split import EXPERTS, MAX_RANKS
 #: Version of the JSON of `svdpp plan`.
 SCHEMA_VERSION = 2
 
-# Maximum number of clips times stages that are drawn. Drawing so many takes about a second.
+# Only the first clips are drawn if the number of clips, multiplied by the number of stages, exceeds
+# this limit. A grid at the limit takes about a second to draw.
 _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
 _COMPARISON_COLUMNS = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")

@@ -80,7 +80,7 @@ def join_file_store(world: World, backend: str, store_file: Path) -> None:
     torch's TCP store is not used, because it would listen on every network interface.
 
     Args:
-        world: World of this rank.
+        world: Number of the rank, number of ranks, and host of the rank.
         backend: `gloo` or `nccl`.
         store_file: Path of a file that does not exist before the run, in a folder that only this
             user can open.
@@ -101,7 +101,7 @@ def open_store(world: World, timeout: float) -> tuple[str, dist.Store]:
     this process use it too. Only one thread at a time may use the store.
 
     Args:
-        world: World of this rank.
+        world: Number of the rank, number of ranks, and host of the rank.
         timeout: Longest time in seconds to wait until the store is open, and in each later wait.
 
     Raises:
@@ -151,7 +151,7 @@ def join_store(world: World, backend: str, store: dist.Store, token: str) -> Non
     launcher keeps the store when it restarts the ranks.
 
     Args:
-        world: World of this rank.
+        world: Number of the rank, number of ranks, and host of the rank.
         backend: `gloo` or `nccl`.
         store: Store that `open_store` returned.
         token: Token of the run; see `rendezvous.Endpoint`.

@@ -89,7 +89,7 @@ class RendezvousConfig:
     """Configuration of the rendezvous of ranks that a launcher started."""
 
     world: World
-    """World of this rank."""
+    """Number of the rank, number of ranks, and host of the rank."""
     backend: str = "gloo"
     shared_settings: dict[str, str] = field(default_factory=dict)
     """Settings that must be equal on all ranks, by name."""

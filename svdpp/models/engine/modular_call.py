@@ -405,7 +405,9 @@ class ModularCall:
             kwargs: Keyword arguments of the call.
         """
         if self._is_shared_block:
-            problem = "has whole steps in one block, which two ranks cannot share"
+            problem = (
+                "runs whole denoising steps inside one block, and two ranks cannot share a block"
+            )
             raise self._error(problem, LEAVE_OUT)
         is_phantom = self._phantom_steps > 0
         if is_phantom:

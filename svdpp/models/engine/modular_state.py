@@ -154,8 +154,8 @@ class StatePacker(Packer):
         node = super()._pack_tensor(tensor, name)
         kept = self.tensors.get(name)
         if kept is not None and node["name"] == name:
-            # Copy a view of another tensor, such as one of a scheduler's timesteps, because
-            # safetensors cannot store two tensors that share memory.
+            # safetensors cannot store two tensors that share memory. So a tensor that is a view
+            # of another one, such as a slice of a scheduler's timesteps, is copied.
             storage = kept.untyped_storage()._cdata
             if storage in self._storages:
                 self.tensors[name] = kept.clone()
