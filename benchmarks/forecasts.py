@@ -315,13 +315,13 @@ def ltx2() -> None:
 
     heads, head = 4, 64
     wide = {
-        "num_layers": 8,
+        "num_layers": 4,
         "num_attention_heads": heads,
         "attention_head_dim": head,
         "cross_attention_dim": heads * head,
     }
     sampling = Ltx2ModularSampling(
-        num_inference_steps=20,
+        num_inference_steps=6,
         height=32,
         width=32,
         num_frames=9,
