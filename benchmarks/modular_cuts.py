@@ -23,7 +23,7 @@ import torch
 from benchmarks.options import parser_of
 from svdpp.models.base import Tensors
 from svdpp.models.engine.modular_call import ModularCall
-from tests.support.range_checks import TinyModel, model_of, nothing, read_folder
+from tests.support.range_checks import TinyModel, model_of, read_folder
 from tests.support.tiny_families import CASES, FIRST, save_tiny
 
 _WIDE = {"num_attention_heads": 8, "attention_head_dim": 96, "num_layers": 12, "ffn_dim": 3072}
@@ -49,15 +49,18 @@ _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 class Seconds(NamedTuple):
-    """CPU seconds of a range of steps: before, in and after its steps."""
+    """CPU seconds of one call that runs a range of steps."""
 
     before: float
+    """Seconds before the first call of the denoiser in a step of the range."""
     whole: float
+    """Seconds of the whole call, with `before` and `after`."""
     after: float
+    """Seconds after the last step."""
 
 
 def measure(tiny_model: TinyModel, packet: Tensors, start: int, end: int) -> Seconds:
-    """Run a range of a modular pipeline's steps; return the CPU time before, in and after it.
+    """Run a range of a modular pipeline's steps; return the CPU time of its parts.
 
     Args:
         tiny_model: Model and clip.
@@ -90,11 +93,7 @@ def measure_family(family: str) -> None:
         checkpoint = read_folder(save_tiny(family, Path(folder), configs=configs), family)
         sampling = checkpoint.resolve_sampling(case.config(**changes))
         tiny_model = TinyModel(checkpoint, sampling, model_of(checkpoint), None)
-        packets = [tiny_model.encode(tiny_model.request())]
-        for step in range(tiny_model.steps):
-            rank = tiny_model.rank_for(step, step + 1)
-            packets.append(rank.denoise(packets[-1], step, step + 1, nothing))
-        steps = tiny_model.steps
+        packets, steps = tiny_model.packets(), tiny_model.steps
         for start, end in ((steps // 2, steps), (steps * 5 // 8, steps), (steps - 1, steps)):
             runs = [measure(tiny_model, packets[start], start, end) for _ in range(2)]
             took = min(runs, key=lambda run: run.whole)

@@ -30,6 +30,9 @@ _LORA_FILE = "pytorch_lora_weights.safetensors"
 #: alternate. A loaded LoRA that is not active does not slow down steps, and changes no bits.
 CLIP_LORAS_KEPT = 4
 
+#: Hint of errors about a LoRA whose tensors do not fit the model.
+OTHER_MODEL_HINT = "use a LoRA that was trained for this model"
+
 #: Key under which diffusers writes an adapter's config into the metadata of a safetensors file.
 _ADAPTER_CONFIG = "lora_adapter_metadata"
 
@@ -167,10 +170,7 @@ def check_tensors(path: Path, checkpoint: Any) -> dict[str, int]:
             )
         _check_pair(name, entries)
     if entries.keys() <= ignored.keys():
-        raise ModelError(
-            "no tensor in the file is for a part that the model has",
-            "use a LoRA that was trained for this model",
-        )
+        raise ModelError("no tensor in the file is for a part that the model has", OTHER_MODEL_HINT)
     return dict(Counter(ignored.values()))
 
 

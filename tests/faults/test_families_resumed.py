@@ -15,7 +15,7 @@ from svdpp.config.families.registry import FAMILY_SPECS
 from tests.faults.conftest import StartCommand
 from tests.support.clip_inputs import Inputs, create_inputs
 from tests.support.dummies import HANG_SECONDS
-from tests.support.family_case import SIZES, Case
+from tests.support.family_case import Case
 from tests.support.processes import ranks_below, wait_until
 from tests.support.range_checks import PROMPT
 from tests.support.shell import svdpp_here
@@ -41,10 +41,8 @@ def _command(case: Case, model: Path, inputs: Inputs) -> list[str]:
         options.append(("--prompt", PROMPT))
     if case.negative is not None:
         options.append(("--negative-prompt", case.negative))
-    values = {**SIZES, "num_inference_steps": 4, **case.sampling}
-    values["num_inference_steps"] *= 1 + values["num_inference_steps"] % 2  # make it even
-    if case.family == "svd":
-        del values["max_sequence_length"]
+    steps = case.sampling.get("num_inference_steps", 4)
+    values = {**case.values, "num_inference_steps": steps * (1 + steps % 2)}  # an even number
     for name, value in values.items():
         if name in OPTION_PARAMS:
             options.append((OPTION_PARAMS[name].option, str(value)))

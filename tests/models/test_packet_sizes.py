@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from svdpp.models.base import LATENTS, STRUCTURE, Tensors
-from tests.support.range_checks import TinyModel, nothing, source
+from tests.support.range_checks import TinyModel, source
 from tests.support.tiny_families import CASES, FIRST, chosen
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,14 +85,6 @@ def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     return tensor.dtype == other.dtype and torch.equal(tensor, other)
 
 
-def _packets(tiny_model: TinyModel, negative_prompt: str | None) -> list[Tensors]:
-    packets = [tiny_model.encode(tiny_model.request(negative_prompt=negative_prompt))]
-    for step in range(tiny_model.steps):
-        rank = tiny_model.rank_for(step, step + 1)
-        packets.append(rank.denoise(packets[-1], step, step + 1, nothing))
-    return packets
-
-
 @pytest.mark.parametrize(
     "name", chosen(["wan"], ["ltx-condition", "sana-video", "cosmos3"], FIRST.values())
 )
@@ -108,7 +100,7 @@ def test_a_packet_has_the_latent_the_solver_and_what_the_encode_gives(
         sampling = tiny_model.checkpoint.resolve_sampling(case.config(**changes))
         images = source(sampling) if case.image else None
         clip = replace(tiny_model, sampling=sampling, source=images)
-        sizes.append(Sizes.of(_packets(clip, case.negative)))
+        sizes.append(Sizes.of(clip.packets(case.negative)))
     small, large = sizes
     growth = large.latent - small.latent
     latents = (large.rest - small.rest) / growth

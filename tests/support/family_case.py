@@ -49,12 +49,18 @@ class Case:
     def dtype(self) -> str:
         return "bf16" if "dtype" in self.changes else "fp32"
 
-    def config(self, **changes: Any) -> SamplingConfig:
-        kind: Any = SAMPLING_CLASSES[self.family]
+    @property
+    def values(self) -> dict[str, Any]:
+        """Sampling parameters of the clip that the user chooses, by the names of their fields."""
         values = {**SIZES, **self.sampling}
         if self.family == "svd":
             values.pop("max_sequence_length")
-        else:
+        return values
+
+    def config(self, **changes: Any) -> SamplingConfig:
+        kind: Any = SAMPLING_CLASSES[self.family]
+        values = self.values
+        if self.family != "svd":
             values |= {"from_image": self.image, "has_last_image": self.last_image}
             values["num_references"] = self.num_references
         config: SamplingConfig = kind(**{**values, **changes})

@@ -146,6 +146,14 @@ class TinyModel:
         prepared = {} if self.source is None else self.encoder.prepare(self.source)
         return self.encoder.encode(prepared, request)
 
+    def packets(self, negative_prompt: str | None = None) -> list[Tensors]:
+        """Return the packets of the clip before the first step and after each step."""
+        packets = [self.encode(self.request(negative_prompt=negative_prompt))]
+        for step in range(self.steps):
+            rank = self.rank_for(step, step + 1)
+            packets.append(rank.denoise(packets[-1], step, step + 1, nothing))
+        return packets
+
 
 def check_every_cut(
     rank_for: Callable[[int, int], Any],

@@ -25,7 +25,13 @@ from svdpp.errors import ModelError
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine.records import patch_methods
 from svdpp.models.files import display_name, library_errors, short_repr
-from svdpp.models.lora_files import CLIP_LORAS_KEPT, LoraFile, find_lora, ignored_tensors
+from svdpp.models.lora_files import (
+    CLIP_LORAS_KEPT,
+    OTHER_MODEL_HINT,
+    LoraFile,
+    find_lora,
+    ignored_tensors,
+)
 
 #: Key of a loaded adapter: the LoRA with its weight set to 1, and a number, which is usually 0. If
 #: the model and the clip together name one LoRA several times, the numbers are 0, 1, and so on.
@@ -319,7 +325,7 @@ def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozense
     if strange := sorted(key for key in others if not given[key].sources <= ignored):
         _refuse(f"{short_repr(strange[0])} is not in a {kind}", strange)
     if len(others) == len(given):
-        raise ModelError(f"no tensor of the file is for a {kind}", _OTHER_MODEL_HINT)
+        raise ModelError(f"no tensor of the file is for a {kind}", OTHER_MODEL_HINT)
 
 
 def _check_loaded(
@@ -337,7 +343,7 @@ def _check_loaded(
 
     kind = type(denoiser).__name__
     if name not in getattr(denoiser, "peft_config", {}):
-        raise ModelError(f"no tensor of the file is for a {kind}", _OTHER_MODEL_HINT)
+        raise ModelError(f"no tensor of the file is for a {kind}", OTHER_MODEL_HINT)
     held = get_peft_model_state_dict(denoiser, adapter_name=name)
     others = given.keys() - held.keys()
     strange = sorted(key for key in others if not given[key].sources <= ignored)
@@ -364,11 +370,10 @@ def _names(sources: Iterable[str]) -> str:
 def _refuse(reason: str, tensors: list[str]) -> None:
     raise ModelError(
         f"{reason} ({len(tensors)} such tensors)" if len(tensors) > 1 else reason,
-        _OTHER_MODEL_HINT,
+        OTHER_MODEL_HINT,
         details={"tensors": tensors[:_MAX_NAMED], "count": len(tensors)},
     )
 
 
-_OTHER_MODEL_HINT = "use a LoRA that was trained for this model"
 #: Maximum number of tensors that an error's `details` name.
 _MAX_NAMED = 20

@@ -25,6 +25,7 @@ from svdpp.models.engine.records import (
     is_of_library,
     library_class,
     unpack_tensor,
+    unsendable_error,
     zero_tensor,
 )
 
@@ -123,10 +124,7 @@ class StatePacker(Packer):
             return self._pack_once(value, make)
         if may_be_absent:
             return self.absent(name, value)
-        raise ModelError(
-            f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
-            details={"name": name, "type": type(value).__name__},
-        )
+        raise unsendable_error(name, value)
 
     def absent(self, name: str, value: Any) -> Node:
         """Return the structure of an `AbsentValue` that stands for a value.

@@ -95,10 +95,7 @@ class Packer:
             items = [self.pack(each, f"{name}.{index}") for index, each in enumerate(value)]
             return {"kind": type(value).__name__, "items": items}
         if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
-            raise ModelError(
-                f"{name} is a {type(value).__name__}, which svdpp cannot send to another rank",
-                details={"name": name, "type": type(value).__name__},
-            )
+            raise unsendable_error(name, value)
         node = {"items": {key: self.pack(each, f"{name}.{key}") for key, each in value.items()}}
         if isinstance(value, (BaseOutput, ModelOutput)):
             return {"kind": "output", "class": class_path(type(value)), **node}
@@ -233,6 +230,20 @@ def _output_class(path: str) -> Any:
     if not issubclass(cls, OrderedDict):
         raise ValueError(f"a packet names the class {path}, which is not allowed")
     return cls
+
+
+def unsendable_error(name: str, value: Any) -> ModelError:
+    """Return the error for a value of a type that a packet cannot contain.
+
+    Args:
+        name: Name of the value in the packet.
+        value: Value of any type.
+    """
+    kind = type(value).__name__
+    return ModelError(
+        f"{name} is a {kind}, which svdpp cannot send to another rank",
+        details={"name": name, "type": kind},
+    )
 
 
 def is_of_library(cls: type) -> bool:
