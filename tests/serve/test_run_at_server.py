@@ -157,7 +157,7 @@ def test_an_option_that_a_server_cannot_follow_is_refused(
 
 def test_a_server_needs_a_jobs_file_and_must_be_there(tmp_path: Path) -> None:
     without = svdpp_here("run", PHOTO, "--server", _NOBODY, *TINY[:4])
-    assert_error(without, 2, "--server takes its clips from --jobs FILE")
+    assert_error(without, 2, "--server needs --jobs FILE, which lists the clips")
     jobs = write_jobs(tmp_path, {"image": PHOTO})
     away = svdpp_here("run", "--jobs", jobs, "--server", _NOBODY, "--server-timeout", "0.1")
     assert_error(away, 11, "was unavailable for 0.1 s", "--server-timeout waits longer")
