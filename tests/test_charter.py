@@ -837,7 +837,9 @@ def test_18_report_says_what_limits_a_run_and_its_speed(tmp_path: Path) -> None:
     answer = svdpp_here("report", str(leave(tmp_path, run)), "--peak-tflops", "0.001")
     assert answer.code == 0, answer.err
     assert "What limits it\n  rank 1: its decodes take 67% of its work" in answer.out
-    assert re.search(r"speed: \S+ \(\d+% of its peak\) TFLOP/s for each rank", answer.out)
+    assert re.search(
+        r"speed of each rank, including waits: \S+ TFLOP/s \(\d+% of its peak\)", answer.out
+    )
     assert "TFLOP/s" in answer.out
     assert "of peak" in answer.out
 

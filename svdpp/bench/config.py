@@ -67,7 +67,7 @@ class Section(BaseModel):
 
 
 class Model(Section):
-    """Section of a benchmark's configuration on the model; fields are options of `svdpp run`."""
+    """Section `model` of a benchmark's configuration; its fields are options of `svdpp run`."""
 
     name: str = DEFAULT_MODEL
     family: str | None = None
@@ -100,7 +100,7 @@ _Layout: Any = create_model("_Layout", __base__=Section, **_layout_fields())
 
 
 class Ranks(_Layout):  # type: ignore[misc]
-    """Section of a benchmark's configuration on the ranks; fields are options of `svdpp run`.
+    """Section `pipeline` of a benchmark's configuration; its fields are options of `svdpp run`.
 
     The default split is `balanced` for a model with two experts.
     """
@@ -144,10 +144,10 @@ _Sampled: Any = create_model("_Sampled", __base__=Section, **_parameters())
 
 
 class Workload(_Sampled):  # type: ignore[misc]
-    """Section of a benchmark's configuration on the clips to make and their sampling parameters."""
+    """Section `workload` of a benchmark's configuration: clips and their sampling parameters."""
 
     clips: Annotated[int, Field(ge=1, le=MAX_CLIPS)] = 8
-    """Measured clips of each round, without the warm-up."""
+    """Number of measured clips in each round, without warm-up clips."""
     images: list[str] = Field(default=[])
     """Paths of images; the clips cycle through them. Empty: svdpp's four example images, or no
     image for a model that also makes clips from text."""
@@ -169,7 +169,7 @@ class Workload(_Sampled):  # type: ignore[misc]
 
 
 class Measure(Section):
-    """Section of a benchmark's configuration on the measurement: rounds, warm-up clips, seeds."""
+    """Section `measure` of a benchmark's configuration: rounds, warm-up clips and seeds."""
 
     warmups: Annotated[int, Field(ge=0, le=_MAX_ROUNDS)] = 1
     """Number of warm-up clips in each round, before the measured clips. With several replicas or

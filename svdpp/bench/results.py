@@ -49,7 +49,7 @@ class Results:
         output_files.write_json(self.folder / ENVIRONMENT, environment())
 
     def add(self, done: Round) -> None:
-        """Append a round's metrics and spans to the benchmark's files, which outlive a failure.
+        """Append a round's metrics and spans to the benchmark's files, in case a later round fails.
 
         Args:
             done: Measured round.

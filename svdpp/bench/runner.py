@@ -174,7 +174,9 @@ class Bench:
 
 
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
-    """Yield a benchmark's (round, case) in order. Each round begins with a different case.
+    """Yield the (round, case) pairs of a benchmark in the order in which they are measured.
+
+    Each round begins with the next case, so that no case is always measured first.
 
     Args:
         cases: Names of the cases.
@@ -186,7 +188,7 @@ def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
 
 
 def launched_pipelines(bench_config: BenchConfig, config: PipelineConfig) -> Iterator[Pipeline]:
-    """Yield the pipelines of a benchmark that a launched rank other than rank 0 joins, in order.
+    """Yield, in order, the pipelines that a rank other than rank 0 joins under a launcher.
 
     Between two pipelines, rank 0 may measure diffusers, and the other ranks wait up to a week. If
     rank 0 ends, the launcher ends the other ranks.

@@ -120,9 +120,13 @@ def check_measurable(
         case, metric = split_name(name)
         case = SPEEDUPS.get(name, case)
         hint = f"leave targets.{name} out"
-        why_not = f"targets.{name}: {case} is not measured beside this pipeline"
+        why_not = (
+            f"targets.{name}: {case} is no baseline of this pipeline, which is data parallel itself"
+        )
         require(case in cases, why_not, hint, figure=name)
-        why_not = f"targets.{name}: on the CPU only peak_reserved_gib is measured"
+        why_not = (
+            f"targets.{name}: of the memory peaks, only peak_reserved_gib is measured on the CPU"
+        )
         require(on_gpu or metric != "peak_allocated_gib", why_not, hint, figure=name)
         why_not = f"targets.{name}: no peak is known for the device"
         hint = "give its peak in this dtype with `peak_tflops`"

@@ -163,7 +163,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return error.exit_code
     except typer.Abort:
         return 1
-    # A signal that arrives before or after the command itself runs raises this exception.
+    # While a command runs, `report_errors` handles signals. A signal before or after that raises
+    # `Interrupted` here.
     except Interrupted as error:
         return exit_code_of(error)
     # SystemExit is raised after a shell completion, or if the program that reads stdout has ended

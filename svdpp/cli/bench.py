@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """Options of `svdpp bench`: a benchmark, or a comparison of two benchmarks."""
+    """Options of `svdpp bench`, which runs one benchmark or compares two finished ones."""
 
     words: Annotated[
         list[str] | None,
@@ -177,7 +177,7 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _names_in_configuration() -> dict[str, str]:
-    """Return `bench`'s override, such as `--workload.frames`, for each field that errors name."""
+    """Map each field that errors name to its option in `bench`, such as `--workload.frames`."""
     from svdpp.bench.config import Model, Ranks, Section, Workload
 
     sections: dict[str, type[Section]] = {"model": Model, "pipeline": Ranks, "workload": Workload}
@@ -228,7 +228,9 @@ def show_summary(console: Console, summary: dict[str, Any]) -> None:
         summary: Content of `summary.json`.
     """
     cases, limits = summary["cases"], summary["limits"]
-    console.result("metrics: geometric means over rounds; shares: means; GiB: the largest value")
+    console.result(
+        "metrics: geometric means over rounds; shares: arithmetic means; GiB: the largest value"
+    )
     shown = {
         "metric": {
             name: {case: cases[case]["over_rounds"].get(name) for case in cases}

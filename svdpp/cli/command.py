@@ -25,9 +25,10 @@ from svdpp.cli.options.declare import (
 from svdpp.errors import RequestError
 from svdpp.launch.world import World, find_world, was_launched
 
-# A command's parameter with this annotation is not an option: it gets the launcher's world.
+# A command's parameter with this annotation is not an option: it gets the rank and the number of
+# ranks from the launcher (torchrun or srun), or None without a launcher.
 _LAUNCHED = World | None
-# Options whose value may be empty.
+# Options whose value may be the empty text. For all others, `_reject_empty` raises an error.
 _MAY_BE_EMPTY = ("prompt", "negative_prompt")
 
 
@@ -135,7 +136,7 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Return the option, as the user typed it, for each field that errors may name."""
+    """Map each field that errors may name to its option, spelled as the user typed it."""
     typed = {name: as_typed for names, as_typed in _given_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
@@ -216,9 +217,10 @@ def _given_options(context: typer.Context) -> list[tuple[list[str], str]]:
 
 
 def _available_options(context: typer.Context) -> set[str]:
-    """Return the names of a command's options that hints of errors may propose.
+    """Return the names of the options that an error's hint may propose to the user.
 
-    Options for the number of ranks are left out if a launcher decides this number.
+    These are all options of the command. Under a launcher such as torchrun, `--gpus` is left out,
+    because the launcher decides the number of ranks.
     """
     names = {name for one in context.command.params for name in with_aliases(one.opts)}
     return names - {"--gpus", "--world"} if was_launched() else names

@@ -217,7 +217,9 @@ class Console:
             self.result(line)
 
     def error(self, error: BaseException, *, debug: bool = False) -> None:
-        """Print an error with its hint and the picture of the ranks; with `--json` also as JSON.
+        """Print an error and its hint to stderr; with `--json`, also print the error as JSON.
+
+        For a `RankError`, the drawing of the ranks' work over time comes first, if there is one.
 
         Args:
             error: Error to print. Exceptions other than SvdppError are printed as unexpected
@@ -250,7 +252,7 @@ class Console:
             self.json({"schema_version": 1, "error": record})
 
     def hint(self, text: str) -> str:
-        """Return an error's hint without proposals that name options which the command lacks.
+        """Return an error's hint, but drop each proposal that names an option the command lacks.
 
         Args:
             text: Proposals, separated by commas, semicolons or "or".
@@ -259,10 +261,11 @@ class Console:
         return text if self._options is None else keep_available(text, self._options)
 
     def rename_fields(self, names: Mapping[str, str]) -> None:
-        """Set the names of configuration fields in a command's errors; hints propose only these.
+        """Set how errors write the names of fields, and which options their hints may propose.
 
         Args:
-            names: Names that the user knows, by the fields that errors name.
+            names: Option that errors write instead of each field, such as `--workload.frames` for
+                `num_frames`. Hints propose no other options.
         """
         self._names = dict(names)
         self._options = {*names.values()}

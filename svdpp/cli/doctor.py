@@ -26,10 +26,10 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions(WithoutAppearance, WithoutLayout):
-    """Options of `svdpp doctor` on the run to check: model, size, devices and folder."""
+    """Options of `svdpp doctor`, which describe the run to check: model, size, devices, folder."""
 
     model: ModelName = DEMO_MODEL
-    out: Annotated[Path, out_option("Output folder to check, out by default.")] = Path("out")
+    out: Annotated[Path, out_option("Output folder to check (default: out).")] = Path("out")
 
     # These fields are not options of `svdpp doctor`, because the checks do not depend on them.
     timeout: float = 600.0
@@ -103,7 +103,7 @@ def _config_to_check(launched: World | None, options: PipelineOptions) -> Pipeli
         readable = replace(options, model=DEMO_MODEL, as_family=None)
     request = readable.request(
         launched=launched,
-        # `any_on_cpu` lets a machine without GPUs be checked for every model
+        # `any_on_cpu`: on a machine without GPUs, every model can be checked
         device=options.device_name(any_on_cpu=True),
         from_image=from_image,
     )

@@ -92,7 +92,8 @@ def report_errors(console: Console, *, debug: bool) -> Iterator[None]:
             (lambda number, _: signals.append(number)) if was_launched() else exit_immediately
         )
         if isinstance(error, Interrupted):
-            # The new handlers stay until the process ends, so that they handle a second signal.
+            # The `finally` block must not restore the old handlers: the new ones stay until the
+            # process ends, so that they handle a second signal.
             previous = {}
         if debug or not _is_reported_elsewhere(error, signals):
             console.error(error, debug=debug)
@@ -134,7 +135,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 
 def exit_immediately(number: int, frame: FrameType | None = None) -> NoReturn:  # noqa: ARG001
-    """End this process silently, with the exit code of a signal. Its ranks notice this and end.
+    """End this process at once and silently, with the exit code of a signal.
+
+    The process's ranks notice that it has ended, and end too.
 
     Args:
         number: Number of the signal.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# Command line in a hint, such as `svdpp plan --layout auto`. It is for another command.
+# Command line in a hint, such as `svdpp plan --layout auto`. Its options are always kept, because
+# they belong to another command.
 _COMMAND_LINE = re.compile(r"\b(?:svdpp|hf|docker|pip|torchrun|srun) [^,;()]*")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z.-]*[a-z]")
 # Separators of proposals. A comma before "which" does not separate two proposals, because the

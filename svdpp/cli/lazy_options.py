@@ -1,4 +1,4 @@
-"""Faster commands of Typer, which parse only the options that are given.
+"""Typer commands that start faster, because they parse only the options that are given.
 
 Typer 0.29 makes a pydantic model of each option that it parses, even if the option keeps its
 default. In a quick command such as `svdpp plan`, this would take longer than all other work.
@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return an option `--help` for use instead of Typer's, which is parsed even if not given."""
+    """Return an option `--help` that, unlike Typer's own, is parsed only if it is given."""
     return flag(
         "--help",
         "-h",

@@ -40,7 +40,7 @@ class ModelsOptions:
         str | None,
         argument(
             "FAMILY|MODEL",
-            "A family or demo that the list names, or a diffusers folder or hub id.",
+            "A family or demo model that svdpp models lists, or a diffusers folder or hub id.",
             autocompletion=complete.families_and_demos,
         ),
     ] = None
@@ -84,17 +84,17 @@ def models(console: Console, options: ModelsOptions) -> None:
 
 
 _VERIFIED_BY = (
-    "verified: by the tests, which compare small checkpoints with random weights with diffusers on "
-    "the CPU, in fp32 and bf16. Published weights and GPUs have not been tried."
+    "verified: by the tests, which compare clips of small checkpoints (random weights) with those "
+    "of diffusers, on the CPU in fp32 and bf16. Published weights and GPUs have not been tried."
 )
 
 
 def _verification_in_tests(spec: FamilySpec) -> dict[str, Any]:
     """Return how a family's clips compare with those of diffusers in the tests.
 
-    `tests/models/test_registry.py` compares clips whose steps are cut between ranks (`cuts`), and
-    clips that pairs of ranks make (`pairs`). If the ranks of a pair divide a batch, clips are close
-    to those of diffusers, but not bitwise equal.
+    `tests/models/test_registry.py` compares clips whose steps are split between ranks (`cuts`), and
+    clips that CFG pairs of ranks make (`pairs`). If the ranks of a pair divide a batch, clips are
+    close to those of diffusers, but not bitwise equal.
     """
     pairs = "bitwise" if spec.pairs_are_exact else "close"
     return {
@@ -107,8 +107,8 @@ def _verification_in_tests(spec: FamilySpec) -> dict[str, Any]:
 
 
 def _verified_text(verified: Mapping[str, Any]) -> str:
-    text = {"bitwise": ", pairs bitwise", "close": ", pairs nearly equal", "refused": ""}
-    return f"every cut bitwise{text[verified['pairs']]}"
+    text = {"bitwise": ", pairs too", "close": ", pairs nearly equal", "refused": ""}
+    return f"every split of the steps is bitwise equal{text[verified['pairs']]}"
 
 
 def _fold(text: str) -> str:
@@ -167,7 +167,7 @@ def _describe_parameters(sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def _visual(sampling: SamplingConfig) -> str:
-    """Return a text that names the images or videos from which a family's clips can start."""
+    """Return the names of the images or videos that a family's clips start from, as one text."""
     return ", ".join(["a video" if sampling.from_video else "an image", *sampling.videos])
 
 

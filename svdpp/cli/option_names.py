@@ -39,7 +39,7 @@ _FIELDS_OF_OPTIONS = (
 
 @cache
 def option_names() -> dict[str, str]:
-    """Return the option for each field that errors name, such as `--frames` for `num_frames`."""
+    """Map each field that errors name to its option, such as `num_frames` to `--frames`."""
     from svdpp.config import SAMPLING_CLASSES, configuration_fields
 
     own = {name for kind in SAMPLING_CLASSES.values() for name in kind.own}

@@ -134,7 +134,7 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         ),
     ] = None
 
-    # No plan depends on these fields, so they are not options.
+    # These fields are not options of `svdpp plan`, because no plan depends on them.
     threads: int | None = None
     timeout: float = 600.0
     start_timeout: float = 600.0
@@ -180,7 +180,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         require(
             len(sizes) in (1, world_size) and all(0 < size < math.inf for size in sizes),
             f"--device-memory must be 1 or {world_size} finite numbers above 0, got {sizes_text!r}",
-            "such as --device-memory 79, or 79,79,47,47 for devices that differ",
+            "use one size for all devices, such as --device-memory 79, or one for each, such as "
+            "--device-memory 79,79,47,47",
             devices=(1, world_size),
             value=sizes_text,
         )
@@ -373,7 +374,9 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
         for clip in range(
             0, min(num_clips, 4) * layout.data_parallel_size, layout.data_parallel_size
         ):
-            console.result(f"clip {clip} is cut at {' '.join(map(str, layout.cuts(clip)[1:-1]))}")
+            console.result(
+                f"steps of clip {clip} are cut at {' '.join(map(str, layout.cuts(clip)[1:-1]))}"
+            )
     console.result()
     _print_picture(console, layout, num_clips)
     console.result()
@@ -408,9 +411,10 @@ def _print_picture(console: Console, layout: Layout, num_clips: int) -> None:
 
 
 def _layout_json(layout: Layout) -> dict[str, Any]:
-    """Return the layout options and the experts' division, for the JSON of `svdpp plan`.
+    """Return the layout options for the JSON of `svdpp plan`.
 
-    The fields about experts are left out if the model has only one denoiser.
+    For a model with two experts, also return after how many steps the expert changes, and whether a
+    rank may run both experts.
     """
     facts = {"description": str(layout), **layout.parallel.to_json()}
     if layout.expert_boundary is not None:
@@ -448,7 +452,7 @@ def _extrapolation(rows: Sequence[LayoutForecast]) -> str:
     computed = min((each.computed_clips for each in forecasts), default=0)
     if all(each.computed_clips == each.clips for each in forecasts):
         return ""
-    return f"; only the first {computed} are computed, the others continue at the same rate"
+    return f"; only the first {computed} are simulated, and the same rate is assumed for the others"
 
 
 def _comparison_row(row: LayoutForecast) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Progress display of clips, log of the ranks' events, and the settings of the log."""
+"""Progress display of clips, and the log: its settings, and records of the ranks' events."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Progress(Bars):
         return f"{self._title}: {done} in {_clock(seconds)}{rate}{self._lost}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Yield the display's summary first, because rich cuts off the last lines."""
+        """Yield the display's summary first, because on a small terminal rich cuts off the end."""
         yield Text(self._summary(), no_wrap=True, overflow="ellipsis")
         if self.tasks:
             yield self.make_tasks_table(self.tasks)
@@ -230,7 +230,7 @@ class Progress(Bars):
         return f"{self._title}: {self._counted}{self._lost}, {how}{about}"
 
     def _seconds_left(self, elapsed: float) -> float | None:
-        """Return the seconds until all clips are finished, forecast from measured costs."""
+        """Return the forecast seconds until all clips are finished; None before the first step."""
         if self._makespan is None or elapsed >= self._next_forecast:
             begun = time.monotonic()
             self._makespan = self._forecast_makespan()
@@ -472,6 +472,6 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
     def say(sentence: str, is_loud: bool) -> None:
         log.error(sentence)
         if is_loud and world.local_rank == 0:
-            console.error(RankError(sentence, "is the host or the network down?"))
+            console.error(RankError(sentence, "check whether the host or the network is down"))
 
     pipeline.serve(say=say)

@@ -59,7 +59,9 @@ def report(console: Console, options: ReportOptions) -> None:
     for clip in found["lost"]:
         console.prose(f"{clip['output'] or '(no clip)'}: {clip['why']}", "  ")
     if analysis is None:
-        console.prose("times: none, because the run was killed, made no clip, or left no figures")
+        console.prose(
+            "times: unknown, because the run was killed, made no clip, or wrote no measurements"
+        )
     else:
         _print_analysis(console, analysis, speeds)
 
@@ -76,7 +78,7 @@ def _print_analysis(console: Console, found: RunAnalysis, speeds: Speeds) -> Non
     of_ranks = speeds.ranks or (None,) * metrics.world_size
     console.table([*map(_row, metrics.ranks, of_ranks)])
     if speeds.run is not None:
-        console.prose(f"speed: {_speed(speeds.run)} TFLOP/s for each rank, waits included")
+        console.prose(f"speed of each rank, including waits: {_speed(speeds.run)}")
     if speeds.note:
         console.prose(speeds.note)
     console.result("\nWhat limits it")
@@ -89,12 +91,14 @@ def _print_analysis(console: Console, found: RunAnalysis, speeds: Speeds) -> Non
         console.result(f"    {advice.options}")
     if found.forecast_error is not None:
         more = f"{found.forecast_error:+.0%}"
-        console.result(f"\nthe run took {more} against the forecast from its measured costs")
+        console.result(
+            f"\nthe run's time differs by {more} from the forecast with its measured costs"
+        )
 
 
 def _speed(speed: Speed) -> str:
     share = "" if speed.utilisation is None else f" ({speed.utilisation:.0%} of its peak)"
-    return f"{speed.tflops:.3g}{share}"
+    return f"{speed.tflops:.3g} TFLOP/s{share}"
 
 
 def _row(rank: RankRunMetrics, speed: Speed | None) -> dict[str, str]:

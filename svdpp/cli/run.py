@@ -44,7 +44,10 @@ _FEW_CLIPS = 8
 # Maximum number of remarks on images that are printed. Each size of clips can cause a remark.
 _MAX_REMARKS = 8
 
-_UNLOCKED = "warning: the --out folder cannot be locked ({}): start no other run into it meanwhile"
+_UNLOCKED = (
+    "warning: the --out folder cannot be locked ({}): do not start another run with this folder "
+    "until this run has ended"
+)
 
 
 app = typer.Typer(add_completion=False)
@@ -60,9 +63,9 @@ class RunOptions(ServerRunOptions):
 
     @property
     def from_image(self) -> bool:
-        """Whether ranks are started for clips that have an input: an image or a video.
+        """Whether the ranks must be able to make clips from an image or a video.
 
-        With `--jobs`: whether clips of the model can have an input.
+        True if there is an INPUT; with `--jobs`, if the model takes an image or a video.
         """
         if self.jobs is None:
             return bool(self.inputs)
@@ -70,9 +73,10 @@ class RunOptions(ServerRunOptions):
 
     @property
     def has_last_image(self) -> bool | None:
-        """Whether ranks are started for clips that end at an image.
+        """Whether the ranks must be able to make clips that end at a given last image.
 
-        None: only if the model needs a last image.
+        None with `--jobs`, whose lines name the last images; None means: only if the model needs
+        a last image.
         """
         return None if self.jobs is not None else self.last_image is not None
 
@@ -96,7 +100,7 @@ class RunOptions(ServerRunOptions):
         Each line of a jobs file describes one clip, with an input, a prompt and a seed of its own.
 
         Raises:
-            RequestError: `--jobs` is combined with such an option.
+            RequestError: `--jobs` is combined with one of these.
         """
         if self.jobs is None:
             return
@@ -106,7 +110,11 @@ class RunOptions(ServerRunOptions):
         }
         for name, value in given.items():
             wrong = f"--jobs and {name} contradict each other: each line of the file is one clip"
-            require(not value, wrong, f"leave {name} out, and write it into the lines")
+            require(
+                not value,
+                wrong,
+                f"leave {name} out, and give each line of the jobs file its own value",
+            )
 
     def line_defaults(self, sampling: SamplingConfig) -> LineDefaults:
         """Return the default values of fields that a line of `--jobs` leaves out.
@@ -149,7 +157,7 @@ def run(
     traces: TraceOptions,
     log: LogOptions,
 ) -> None:
-    """Animate images, or make clips from prompts: OUT/NAME_SEED.mp4 and a JSON file beside it."""
+    """Animate images, or make clips from prompts: each is OUT/NAME_SEED.mp4 with a JSON file."""
     if options.server is not None:
         run_at_server(console, launched, options, log)
         return
@@ -171,7 +179,8 @@ def run(
         num_references=options.num_references,
         clip_loras=loras_of(jobs),
     )
-    # Under a launcher, only rank 0 knows the jobs, and all ranks must make the same request.
+    # Under a launcher, only rank 0 knows the jobs, but all ranks must make the same request. So the
+    # request depends on the jobs only without a launcher.
     if launched is None:
         request = fit_request_to_jobs(request, jobs)
     config, why = request.resolve()
@@ -214,11 +223,11 @@ class RunCommand:
     policy: OutputPolicy
     """Folder and encoding of the clips, and treatment of existing files."""
     sampling: SamplingConfig
-    """Sampling parameters of the options."""
+    """Sampling parameters of the clips, from the options."""
     seeds: list[int]
-    """Seeds of each input's clips."""
+    """Seeds from `--seed` or `--seeds`. Each input becomes one clip for each seed."""
     template: NameTemplate | None
-    """Template of the clips' names; None: names follow from the inputs."""
+    """Template of the clips' names, from `--name`; None: names follow from the inputs."""
 
     @classmethod
     def create(
@@ -228,7 +237,7 @@ class RunCommand:
         options: RunOptions,
         traces: TraceOptions,
     ) -> RunCommand:
-        """Return the call of `svdpp run`, after checks that need neither torch nor files' contents.
+        """Create the `RunCommand`, after checks that need neither torch nor the inputs' contents.
 
         Args:
             console: Console of the command.
@@ -275,8 +284,8 @@ class RunCommand:
         from svdpp.driver.job_lines import JobLineReader
 
         is_own = table.exists() and path.exists() and table.samefile(path)
-        wrong = f"--jobs {str(path)!r} has the name of the table that the run writes"
-        require(not is_own, wrong, "rename it, or name another `out` folder")
+        wrong = f"--jobs {str(path)!r} is the file to which the run writes its table of clips"
+        require(not is_own, wrong, "rename the jobs file, or name another `out` folder")
         return JobLineReader(self.options.line_defaults(self.sampling), read_job_file(path))
 
     def check(self) -> None:
@@ -298,7 +307,7 @@ class RunCommand:
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
         missing = "INPUT is missing: name an image, or give a prompt to a model that takes one"
         is_given = has_prompt or bool(options.inputs) or options.jobs is not None
-        require(is_given, missing, "svdpp run photo.jpg")
+        require(is_given, missing, "try: svdpp run photo.jpg")
 
     def read_jobs(self) -> tuple[list[RunJob], list[SvdppError]]:
         """Return the clips that a run is asked for, with their names; empty on ranks other than 0.
@@ -331,7 +340,7 @@ class RunCommand:
             video_frames=sampling.video_frames,
         )
         if problems and not options.keep_going:
-            raise_problems(problems, "--keep-going makes the clips of the others" if found else "")
+            raise_problems(problems, "use --keep-going to make the other clips" if found else "")
         inputs = options.combined(found, sampling, max_pixels)
         return combine_jobs(inputs, self.seeds), [*problems]
 
@@ -351,7 +360,7 @@ class RunCommand:
 
         reader = self.line_reader
         if reader is not None and not (self.options.keep_going and num_jobs):
-            hint = "--keep-going makes the clips of the others" if num_jobs else ""
+            hint = "use --keep-going to make the other clips" if num_jobs else ""
             raise_line_errors(errors, reader.file, num_jobs, hint)
 
     def check_jobs(
@@ -443,7 +452,7 @@ class RunCommand:
         self.console.info(*pipeline.checkpoint.remarks, *written)
         if replaced := sum(clip.replaces for clip in clips.clips):
             noun = pluralize(replaced, "clip")
-            self.console.info(f"{noun} to make again, with other parameters")
+            self.console.info(f"{noun} will be made again, because parameters have changed")
         return pipeline, clips
 
     def execute(
@@ -501,8 +510,8 @@ class RunCommand:
             )
         if any(not repeats_bits(each.get("conditions", {})) for each in made):
             console.info(
-                "exactness is not claimed, because the attention backend does not repeat its bits "
-                "here; to check it: svdpp verify --atol with the same options"
+                "exactness is not claimed, because the attention backend gives different bits from "
+                "call to call here; to check it: svdpp verify --atol with the same options"
             )
         if exact := [metadata for metadata in made if metadata["exact"] is True]:
             path = shlex.quote(str(out / exact[0]["output"]))
@@ -550,7 +559,7 @@ class RunCommand:
                 finished = (
                     f"{progress.num_done} of {pluralize(progress.num_clips, 'clip')} finished"
                 )
-                hint = f"{finished}; to go on: the same command with --resume"
+                hint = f"{finished}; run the same command with --resume to go on"
                 error.hint = "; ".join(filter(None, [error.hint, hint]))
                 raise
             finally:
@@ -575,4 +584,6 @@ def _remarks(jobs: Sequence[RunJob], sampling: SamplingConfig) -> list[str]:
         found |= dict.fromkeys(job.made_from.images)
     remarks = [text for own, found in files.values() for text in input_remarks(found, own)]
     more = len(remarks) - _MAX_REMARKS
-    return remarks[:_MAX_REMARKS] + ([f"and {more} more of this kind"] if more > 0 else [])
+    return remarks[:_MAX_REMARKS] + (
+        [f"further remarks on images, not printed: {more}"] if more > 0 else []
+    )

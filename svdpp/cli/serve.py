@@ -71,7 +71,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         path_option(
             panel=SERVICE,
             metavar="DIR",
-            help="Folder of queue, images and clips.",
+            help="Folder of the queue, images and clips.",
             common=True,
             envvar="SVDPP_DATA",
             show_envvar=False,
@@ -81,8 +81,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
         str | None,
         _service(
             "URL",
-            "Queue that several servers share, such as postgresql://svdpp@db/svdpp; they share "
-            "the --data folder, too, or --files.",
+            "Database of a queue that several servers share, such as postgresql://svdpp@db/svdpp. "
+            "They must also share the --data folder, or --files.",
             common=True,
             envvar="SVDPP_QUEUE",
             show_envvar=False,
@@ -92,8 +92,8 @@ class ServeOptions(PipelineOptions, ImageOptions):
         str | None,
         _service(
             "URL",
-            "With --queue: the servers' common store, such as s3://bucket/prefix; then --data is "
-            "each server's own.",
+            "With --queue: store of images and clips that the servers share, such as "
+            "s3://bucket/prefix; each server then has its own --data folder.",
             common=True,
             envvar="SVDPP_FILES",
             show_envvar=False,
@@ -112,7 +112,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         path_option(
             panel=SERVICE,
             metavar="DIR",
-            help="Let requests name LoRAs of this folder, by their files without .safetensors.",
+            help="Let requests name the LoRAs in this folder, by file name without .safetensors.",
         ),
     ] = None
     adopt: Annotated[
@@ -144,9 +144,9 @@ class ServeOptions(PipelineOptions, ImageOptions):
         list[str] | None,
         _service(
             "HOST[:PORT]",
-            "Let requests name a callback_url of this host, repeatable; without a port, that of "
-            "the URL's scheme. A private address must be listed itself. Needs "
-            "--callback-secret-file.",
+            "Host to which a request's callback_url may point, repeatable; without a port: the "
+            "default port of the URL's scheme. A receiver with a private IP address must be listed "
+            "by this address. Needs --callback-secret-file.",
             show_default="none",
         ),
     ] = None
@@ -155,22 +155,26 @@ class ServeOptions(PipelineOptions, ImageOptions):
         path_option(
             panel=SERVICE,
             metavar="FILE",
-            help="Sign webhooks with the secrets in this file, each whsec_ and base64.",
+            help="Sign webhooks with the secrets in this file; each line is whsec_ and base64.",
         ),
     ] = None
-    max_queue: Annotated[int, _limit("N", "Clips that may wait or be made.", 100_000)] = 1000
-    max_upload_mb: Annotated[int, _limit("MIB", "Largest image, in MiB.", 256)] = 32
-    max_steps: Annotated[int, _limit("N", "Steps that a request may ask for.", MAX_STEPS)] = (
+    max_queue: Annotated[
+        int, _limit("N", "Most clips that wait or are in progress at once.", 100_000)
+    ] = 1000
+    max_upload_mb: Annotated[
+        int, _limit("MIB", "Largest upload: the image with its form, in MiB.", 256)
+    ] = 32
+    max_steps: Annotated[int, _limit("N", "Most steps that a request may ask for.", MAX_STEPS)] = (
         MAX_STEPS
     )
-    max_frames: Annotated[int, _limit("N", "Frames that a request may ask for.", MAX_FRAMES)] = (
-        MAX_FRAMES
-    )
+    max_frames: Annotated[
+        int, _limit("N", "Most frames that a request may ask for.", MAX_FRAMES)
+    ] = MAX_FRAMES
     keep_days: Annotated[
         float | None,
         _service(
             "DAYS",
-            "Remove finished clips, with their rows, after this time.",
+            "Remove finished clips, and their rows in the queue, after this number of days.",
             show_default="never",
         ),
     ] = None
@@ -178,7 +182,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         float | None,
         _service(
             "GB",
-            "Remove the oldest finished clips beyond this size.",
+            "Remove the oldest finished clips when all of them take more space than this.",
             show_default="no limit",
         ),
     ] = None
@@ -196,7 +200,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
         option(
             panel=VIDEO,
             metavar="N",
-            help="Steps of a clip, unless requested; 28 for SVD.",
+            help="Steps of a clip whose request names none; 28 for SVD.",
             common=True,
         ),
     ] = None
@@ -206,7 +210,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
             "--frames",
             panel=VIDEO,
             metavar="F",
-            help="Frames of a clip, unless requested.",
+            help="Frames of a clip whose request names none.",
             common=True,
         ),
     ] = None
@@ -215,20 +219,20 @@ class ServeOptions(PipelineOptions, ImageOptions):
         option(
             panel=VIDEO,
             metavar="WxH,WxH",
-            help="Further sizes, such as 768x448.",
+            help="Further frame sizes that requests may ask for, such as 768x448.",
             show_default="none",
         ),
     ] = None
     world: Annotated[int | None, gpus_option("all GPUs, or 2 on the CPU")] = None
     parallel: Mapping[str, Any] = layout_options_field(
-        split="alternating; with two experts balanced"
+        split="alternating; balanced for a model with two experts"
     )
     time_scale: Annotated[
         float | None,
         option(
             panel=COSTS,
             metavar="X",
-            help="Make --model dummy sleep for the time of --costs times X.",
+            help="Make --model dummy sleep for X times the seconds in --costs.",
             show_default="no sleep",
         ),
     ] = None
@@ -251,7 +255,7 @@ class ServeOptions(PipelineOptions, ImageOptions):
     heartbeat_timeout: Annotated[
         float,
         seconds_option(
-            "--heartbeat-timeout", "Start the ranks again if one is silent for this long."
+            "--heartbeat-timeout", "Start the ranks again if one sends no heartbeat for this long."
         ),
     ] = 15.0
 
@@ -312,7 +316,7 @@ def serve(console: Console, launched: World | None, options: ServeOptions, log: 
         return
     for extra in ("serve",) if options.queue is None else ("serve", "fleet"):
         missing = [name for name in _EXTRAS[extra] if find_spec(name) is None]
-        wrong = f"svdpp serve needs the extra {extra}: {', '.join(missing)} is not installed"
+        wrong = f"svdpp serve needs the extra {extra}; not installed: {', '.join(missing)}"
         require(not missing, wrong, f"pip install 'svdpp[{extra}]'", extra=extra, missing=missing)
     from svdpp.media.output_files import private_files
 
@@ -448,7 +452,9 @@ def _create_key(console: Console, name: str, path: Path | None) -> None:
     if path is None:
         raise RequestError("--new-key needs --api-key-file", "add --api-key-file keys.txt")
     key = add_key(path, name)
-    console.info(f"added to {str(path)!r}; the key itself is not stored:")
+    console.info(
+        f"added to {str(path)!r}, without the key itself; keep this key, it is not shown again:"
+    )
     console.json({"schema_version": 1, "name": name, "key": key, "file": str(path)})
     console.result(key)
 

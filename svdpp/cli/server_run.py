@@ -93,7 +93,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
             RequestError: An option is only for ranks of this machine, or there is no jobs file.
         """
         require(launched is None, "--server starts no ranks", "start it without torchrun or srun")
-        missing = "--server takes its clips from --jobs FILE"
+        missing = "--server needs --jobs FILE, which lists the clips"
         require(self.jobs is not None, missing, "write one clip in each line")
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
@@ -101,7 +101,7 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
             # Only the field that collects the options of the layout has no default value.
             if each.default is MISSING:
                 is_given, name = bool(value), next(iter(value), name)
-            wrong = f"`{name}` is for ranks of this machine, and the server has its own"
+            wrong = f"`{name}` is only for a run on this machine, not for a run at a server"
             is_taken = each.name in _TAKEN or not is_given
             require(is_taken, wrong, "leave it out, or leave out --server")
         is_in_range = 0 < self.server_timeout <= _MAX_PATIENCE_SECONDS
@@ -144,7 +144,9 @@ def run_at_server(
 
     options.check_server(launched)
     policy = options.policy(is_restarted=False, replaces_changed=True)
-    require(policy.encoding.format == "mp4", "`format`: a server makes mp4", "leave it out")
+    require(
+        policy.encoding.format == "mp4", "`format`: a server makes only mp4 files", "leave it out"
+    )
     wrong = "`out` names a file, and --jobs makes a folder of clips"
     require(not policy.single_clip, wrong, "name a folder")
     log.open(console, None)
@@ -221,7 +223,7 @@ class _ServerRun:
             else:
                 jobs.append(job)
         if not (options.keep_going and jobs):
-            hint = "--keep-going makes the clips of the others" if jobs else ""
+            hint = "use --keep-going to make the other clips" if jobs else ""
             raise_line_errors(errors, reader.file, len(jobs), hint)
         if not jobs:
             raise InputError(f"{reader.file.name} has no lines", "write one clip in each line")
@@ -360,7 +362,7 @@ class _ServerRun:
         finished = f"{num_made} of {pluralize(len(self.clips), 'clip')} downloaded"
         path = f"/v1/batches/{run.batch_ids[-1]}/cancel"
         cancel = f"curl -X POST {shlex.quote(self.connection.url + path)}"
-        go_on = "to continue: the same command with --resume"
+        go_on = "run the same command with --resume to continue"
         return f"{finished}, the server continues; {go_on}; to cancel: {cancel}"
 
     def _manifest(self, before: dict[str, dict[str, Any]]) -> RunManifest:

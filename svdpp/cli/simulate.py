@@ -48,15 +48,17 @@ class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOpt
     device: Device = "cpu"
     costs: Annotated[
         str | None,
-        costs_option("with --time-scale svd-xt-a100; else 1 s for a step, 0 for other work"),
+        costs_option(
+            "svd-xt-a100 with --time-scale; else 1 s for each step and 0 s for other work"
+        ),
     ] = None
     time_scale: Annotated[
         float | None,
         option(
             panel=COSTS,
             metavar="X",
-            help="Make the dummy model sleep for the time of --costs times X, to imitate other "
-            "devices at another speed.",
+            help="Make the dummy model sleep for X times the seconds in --costs, to imitate other "
+            "devices (X below 1: in less time).",
             show_default="no sleep",
             common=True,
         ),
@@ -97,8 +99,8 @@ def simulate(
     """Rehearse a run with real processes, without weights or GPUs.
 
     Processes and transfers are those of `svdpp run`. The ranks share the cores of this machine, so
-    the measured times hold only for the rehearsal. The forecast below these times is a simulation
-    of the same plan with the mean of the measured costs.
+    the measured times hold only for the rehearsal. The forecast, printed below these times, is a
+    simulation of the same plan with the mean of the measured costs.
     """
     from svdpp.driver.pipeline import Pipeline
     from svdpp.media.inputs import example_requests

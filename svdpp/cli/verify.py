@@ -69,20 +69,21 @@ class VerifyOptions(PipelineOptions, PromptOptions, ClipOptions):
         list[str] | None,
         argument(
             "INPUT|CLIP",
-            "Images, by default one of svdpp; or finished clips: files, their JSON, a folder.",
+            "Images to animate (default: an example); or finished clips: videos, their JSON, a "
+            "folder.",
         ),
     ] = None
     model: ModelName = DEMO_MODEL
     clips: Annotated[
         int | None,
-        clips_option("Number of clips, by default at least 2.", False),
+        clips_option("Number of clips; by default 1 per input, at least 2.", False),
     ] = None
     image: Annotated[
         Path | None,
         path_option(
             panel=DIAGNOSTICS,
             metavar="PATH",
-            help="For finished clips: their image, or its folder.",
+            help="For finished clips: input image, or folder of inputs.",
             common=True,
         ),
     ] = None
@@ -245,8 +246,8 @@ def _check_effective(context: typer.Context) -> None:
     ]
     require(
         not without_effect,
-        f"no effect on a finished clip: {', '.join(without_effect)}; the clip is made again as its "
-        "metadata says",
+        f"a finished clip is verified with the parameters in its metadata, and not with "
+        f"{', '.join(without_effect)}",
         "leave these options out; svdpp verify PHOTO uses them for a new clip",
     )
 

@@ -372,7 +372,9 @@ def test_one_unreadable_photograph_names_the_option_that_leaves_it_out() -> None
     Path("photos/bad.png").write_text("x")
     answer = svdpp_here("run", "photos", *DEMO, *TINY)
 
-    assert_error(answer, 7, "'photos/bad.png' is not an image", "--keep-going makes the clips of")
+    assert_error(
+        answer, 7, "'photos/bad.png' is not an image", "use --keep-going to make the other"
+    )
     assert output_names("photos", "--keep-going") == ["one_0.mp4"]
     assert "--keep-going" not in svdpp_here("run", "photos/bad.png", *DEMO, *TINY).err
     assert "--keep-going" not in svdpp_here("verify", "photos", *DEMO, *TINY).err

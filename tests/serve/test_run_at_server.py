@@ -81,7 +81,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         run.wait_for("1 of 6 clips")
         run.process.send_signal(signal.SIGINT)
         assert run.process.wait() == 128 + signal.SIGINT
-        assert "to continue: the same command with --resume" in run.err
+        assert "run the same command with --resume to continue" in run.err
         assert f"curl -X POST {url}/v1/batches/batch_" in run.err
         # This time the command is killed, and cannot clean up.
         run = RunAtServer(tmp_path, *arguments, "--resume")
@@ -138,13 +138,13 @@ def test_a_wrong_key_is_refused_and_never_shown(keyed: HttpServer, tmp_path: Pat
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--gpus", "2"), "--gpus is for ranks of this machine"),
-        (("--split", "uniform"), "--split is for ranks of this machine"),
-        (("--latents-dir", "x"), "--latents-dir is for ranks of this machine"),
-        (("--format", "gif"), "--format is for ranks of this machine"),
+        (("--gpus", "2"), "--gpus is only for a run on this machine"),
+        (("--split", "uniform"), "--split is only for a run on this machine"),
+        (("--latents-dir", "x"), "--latents-dir is only for a run on this machine"),
+        (("--format", "gif"), "--format is only for a run on this machine"),
         (("--server-timeout", "0"), "--server-timeout must be above 0"),
         (("--out", "one.mp4"), "--out names a file"),
-        (("--prompt", "a wave"), "--prompt is for ranks of this machine"),
+        (("--prompt", "a wave"), "--prompt is only for a run on this machine"),
     ],
     ids=str,
 )
@@ -157,7 +157,7 @@ def test_an_option_that_a_server_cannot_follow_is_refused(
 
 def test_a_server_needs_a_jobs_file_and_must_be_there(tmp_path: Path) -> None:
     without = svdpp_here("run", PHOTO, "--server", _NOBODY, *TINY[:4])
-    assert_error(without, 2, "--server takes its clips from --jobs FILE")
+    assert_error(without, 2, "--server needs --jobs FILE, which lists the clips")
     jobs = write_jobs(tmp_path, {"image": PHOTO})
     away = svdpp_here("run", "--jobs", jobs, "--server", _NOBODY, "--server-timeout", "0.1")
     assert_error(away, 11, "was unavailable for 0.1 s", "--server-timeout waits longer")

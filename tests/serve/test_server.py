@@ -141,7 +141,7 @@ def test_a_folder_with_files_of_the_users_own(tmp_path: Path) -> None:
 def test_a_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     answer = serve_refused(tmp_path)
-    assert_error(answer, 2, f"{missing} is not installed", "pip install 'svdpp[serve]'")
+    assert_error(answer, 2, f"not installed: {missing}", "pip install 'svdpp[serve]'")
 
 
 # --- keys ---------------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from svdpp.media.images import MediaFile
     from svdpp.media.inputs import ClipInput
 
-#: Value of `--prompts` for prompts in files beside the images.
+#: Value of `--prompts` that reads each image's prompt from the text file beside it, such as cat.txt
+#: for cat.jpg.
 SAME_STEM = "same-stem"
 
 
@@ -103,7 +104,8 @@ class PromptOptions:
         path_option(
             panel=PROMPTS,
             metavar="FILE",
-            help="Prompts: lines of a text file, - is stdin; or same-stem: cat.txt beside cat.jpg.",
+            help="File with a prompt in each line (- is stdin), or same-stem: cat.txt has "
+            "cat.jpg's prompt.",
             common=True,
         ),
     ] = None
@@ -125,7 +127,7 @@ class PromptOptions:
         path_option(
             panel=PROMPTS,
             metavar="FILE",
-            help="A further image of what each clip shows, repeatable; INPUT is the first. For "
+            help="A further reference image for each clip, repeatable; INPUT is the first one. For "
             f"models of the families {', '.join(REFERENCE_FAMILIES)}.",
         ),
     ] = None
@@ -134,8 +136,8 @@ class PromptOptions:
         option(
             panel=PROMPTS,
             metavar="NAME=FILE",
-            help="A further video of each clip, repeatable; svdpp models FAMILY lists those that "
-            "it takes.",
+            help="A further input video of each clip, repeatable; svdpp models FAMILY lists the "
+            "names that the family takes.",
         ),
     ] = None
 
@@ -229,7 +231,7 @@ class PromptOptions:
             listed = "".join(f"\n  {name!r}" for name in missing)
             raise InputError(
                 f"--prompts same-stem: {len(missing)} {noun}:{listed}",
-                "each image needs a text file of its name beside it",
+                "put a text file with the prompt beside each image, such as cat.txt beside cat.jpg",
                 details={"missing": missing, "num_missing": len(missing)},
             )
         return [text for text in captions if text is not None]
@@ -328,7 +330,7 @@ class InputOptions(ImageOptions):
 class OutputOptions:
     """Options of the output: folder and encoding of the clips, and treatment of existing files."""
 
-    out: Annotated[Path, out_option("Folder, out by default, or the file of one clip.")] = Path(
+    out: Annotated[Path, out_option("Output folder (default: out), or one clip's file.")] = Path(
         "out"
     )
     format: Annotated[
@@ -358,7 +360,8 @@ class OutputOptions:
         flag(
             "--resume",
             panel=OUTPUT,
-            help="Keep finished clips, make the others; with --jobs also changed lines.",
+            help="Keep finished clips and make the missing ones; with --jobs, also remake clips of "
+            "changed lines.",
             common=True,
         ),
     ] = False
@@ -422,7 +425,8 @@ class LogOptions:
             "--verbose",
             "-v",
             panel=DIAGNOSTICS,
-            help="Log ranks with their steps, transfers and clips to stderr; -vv adds each step.",
+            help="Log to stderr when ranks are ready, each transfer and each finished clip; -vv "
+            "adds each step.",
             show_default=False,
             count=True,
         ),
@@ -432,8 +436,8 @@ class LogOptions:
         path_option(
             panel=DIAGNOSTICS,
             metavar="FILE",
-            help="Append the log to this file as JSON lines, with -v every transfer and step; at "
-            "50 MB it becomes FILE.1, and four old files are kept.",
+            help="Append the log to this file as JSON lines; -v adds every transfer and step. At "
+            "50 MB the file is renamed to FILE.1, and four old files are kept.",
             envvar="SVDPP_LOG_FILE",
             show_envvar=False,
         ),

@@ -100,7 +100,7 @@ class ModelOptions:
             panel=MODEL,
             metavar="LORA",
             help="A LoRA, repeatable: FILE or OWNER/NAME/FILE, then :WEIGHT, :high or :low. Needs "
-            "the extra lora.",
+            "the pip extra lora.",
             common=True,
         ),
     ] = None
@@ -110,7 +110,8 @@ class ModelOptions:
             panel=MODEL,
             metavar="FILE.gguf",
             help="A quantised denoiser in place of the model's own: FILE.gguf or "
-            "OWNER/NAME/FILE.gguf, with :high or :low. Needs the extra gguf.",
+            "OWNER/NAME/FILE.gguf. If the model has two experts, add :high or :low. Needs the pip "
+            "extra gguf.",
         ),
     ] = None
     attention_backend: Annotated[
@@ -118,8 +119,9 @@ class ModelOptions:
         option(
             panel=MODEL,
             metavar="NAME",
-            help="Attention of the denoisers, by the names of diffusers: native, flash, sage, "
-            "_native_cudnn ...; bits differ. svdpp doctor lists those that work here.",
+            help="Attention backend of the denoisers, by its name in diffusers: native, flash, "
+            "sage, _native_cudnn ...; changes the bits of clips. svdpp doctor lists the backends "
+            "that work here.",
             show_default="native",
         ),
     ] = None
@@ -150,7 +152,8 @@ class ModelOptions:
         flag(
             "--channels-last",
             panel=MODEL,
-            help="Store weights of UNet and VAE in the memory format channels_last; bits differ.",
+            help="Store weights of UNet and VAE in the memory format channels_last; changes the "
+            "bits of clips.",
         ),
     ] = False
     vae_tiling: Annotated[
@@ -159,7 +162,8 @@ class ModelOptions:
             "--vae-tiling",
             panel=MODEL,
             help="Encode and decode frames in overlapping tiles, as diffusers' "
-            "vae.enable_tiling(), to save memory; slower, and bits differ. Not for SVD.",
+            "vae.enable_tiling(), to save memory; slower, and changes the bits of clips. Not for "
+            "SVD.",
         ),
     ] = False
     deterministic: Annotated[

@@ -110,7 +110,8 @@ Device = Annotated[
         panel=LAYOUT,
         metavar="DEVICE",
         help="cuda: rank r on GPU r, over NCCL. cpu or cuda:N: all ranks share that device, over "
-        "gloo. auto: GPUs if there are any, else the CPU for demos and dummy, verify and doctor.",
+        "gloo. auto: GPUs if there are any; else the CPU, but only for the demo and dummy models, "
+        "and in verify and doctor.",
         envvar="SVDPP_DEVICE",
         show_envvar=False,
         autocompletion=complete.devices,
@@ -174,8 +175,8 @@ class PipelineOptions(ModelOptions):
         option(
             panel=LAYOUT,
             metavar="NAME",
-            help="pipeline, the default: ranks share steps; data-parallel: each makes whole "
-            "clips; auto: best forecast.",
+            help="pipeline (default): ranks share each clip's steps; data-parallel: each rank "
+            "makes whole clips; auto: the layout with the best forecast.",
             common=True,
         ),
     ] = None
