@@ -79,7 +79,7 @@ class WanControlSampling(WanBaseSampling):
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
         **WanBaseSampling.own,
-        "conditioning_scale": Param(highest=10, help="Weight of the video."),
+        "conditioning_scale": Param(highest=10, help="Weight of the control video."),
     }
 
     conditioning_scale: float = 1.0
@@ -113,7 +113,10 @@ class WanFromVideoSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanSegmentSampling(WanBaseSampling):
-    """Sampling parameters of diffusers' `WanAnimatePipeline` for clips of one segment."""
+    """Sampling parameters of diffusers' `WanAnimatePipeline` for clips of one segment.
+
+    The pipeline makes a longer clip in several segments, which svdpp does not support.
+    """
 
     num_inference_steps: int = 20
     height: int = 720
