@@ -196,7 +196,7 @@ class BatchRun:
                 self._say(f"going on with {record.batch}")
 
     def _refresh(self, record: BatchRecord) -> bool:
-        """Query a batch of an earlier run, and forget its clips that have to be sent again.
+        """Query a batch of an earlier run, and remove clips from `record` that must be sent again.
 
         Returns:
             Whether the server has the batch, and the batch has clips left.

@@ -224,8 +224,8 @@ class _BusyError(Exception):
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
     """Return the error in a response, as a dict with `message`, `hint`, `code` and `details`.
 
-    The response of a proxy does not contain such a dict. Its `message` is then the HTTP status, and
-    the other values are empty.
+    If the response has no such dict, because a proxy sent it, `message` is the HTTP status, and the
+    other values are empty.
     """
     error: Any = None
     try:

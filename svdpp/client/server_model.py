@@ -20,7 +20,7 @@ from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.images import MediaFile
 
 _IMAGE_FIELD = "input_reference"
-# Bytes for everything except files in each line of a batch: prompts, parameters and names.
+# Bytes reserved in each line of a batch for everything except files: prompts, parameters, names.
 _LINE_OVERHEAD_BYTES = 256 * 2**10
 
 
@@ -119,7 +119,7 @@ class ServerModel:
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Raise a `RequestError` if the server lacks a job's LoRA, or the LoRA's file differs."""
+        """Raise a `RequestError` if the server lacks a job's LoRA, or has another file for it."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)

@@ -157,9 +157,9 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of which `num_inference_steps` must be a multiple.
+        """Number that must divide `num_inference_steps`.
 
-        This is the number of pyramid stages of all chunks. The stages of the first chunk count
+        The number counts the pyramid stages of all chunks. It counts those of the first chunk
         twice, because each of them has twice as many steps as a stage of any other chunk.
         """
         return self.num_stages + _STAGES

@@ -53,10 +53,10 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the limits of clip sizes from an image, and a sampling parameter without effect.
+    """Return the sizes that clips from an image may have, and a sampling parameter without effect.
 
-    Clips from an image must have one of the sizes to which the pipeline crops images. The parameter
-    is `max_sequence_length`.
+    The sizes are those to which the pipeline crops images; `image_sizes` has the arguments of
+    `check_image_size`. The parameter without effect is `max_sequence_length`.
     """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64

@@ -103,7 +103,7 @@ class Ltx2ReferenceSampling(Ltx2BaseSampling):
         **Ltx2BaseSampling.own,
         "reference_strength": Param(
             highest=1,
-            help="How much of the reference the model sees: 0 is only noise, 1 is no noise.",
+            help="Strength of the reference; at 0 the model sees only noise, at 1 no noise.",
         ),
         "reference_downscale_factor": Param(
             lowest=1,
