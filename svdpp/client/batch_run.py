@@ -196,7 +196,7 @@ class BatchRun:
                 self._say(f"going on with {record.batch}")
 
     def _refresh(self, record: BatchRecord) -> bool:
-        """Query a batch of an earlier run, and forget its clips that have to be sent again.
+        """Query a batch of an earlier run, and remove clips from `record` that must be sent again.
 
         Returns:
             Whether the server has the batch, and the batch has clips left.
@@ -368,7 +368,11 @@ class BatchRun:
         if batch["status"] in _FINAL:
             for name in record.clips.keys() & self._pending.keys():
                 text = f"the server has no clip {name!r} any more: it was removed there"
-                error = ServerError(text, "`resume` asks for it again", details={"clip": name})
+                error = ServerError(
+                    text,
+                    "run the command again with `resume` to request the clip again",
+                    details={"clip": name},
+                )
                 watchers.on_failed(self._pending.pop(name), error_to_dict(error))
         elif batch["status"] == "in_progress":
             (last,) = self._page(record.batch, None, limit=1, order="desc")["data"] or [{}]
@@ -466,10 +470,17 @@ class BatchRun:
 
 def _lost_error(view: Mapping[str, Any]) -> ServerError:
     if view["status"] == "cancelled":
-        return ServerError("it was cancelled at the server", "`resume` asks for it again")
+        return ServerError(
+            "the clip was cancelled at the server",
+            "run the command again with `resume` to request the clip again",
+        )
     error = view["error"] or {}
-    message = without_folders(str(error.get("message", "it has failed at the server")))
-    return ServerError(message, "`resume` asks for it again", details={"video": view["id"]})
+    message = without_folders(str(error.get("message", "the clip failed at the server")))
+    return ServerError(
+        message,
+        "run the command again with `resume` to request the clip again",
+        details={"video": view["id"]},
+    )
 
 
 def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:

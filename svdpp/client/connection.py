@@ -60,7 +60,7 @@ class ServerConnection:
         is_http = parsed.scheme in ("http", "https") and bool(parsed.host)
         require(is_http, "`server` takes a URL such as http://127.0.0.1:8000")
         has_secret = bool(parsed.userinfo or parsed.query or parsed.fragment)
-        hint = f"the API key is in the variable {KEY_VARIABLE}"
+        hint = f"put an API key into the variable {KEY_VARIABLE}"
         require(not has_secret, "`server` has more than scheme, host, port and path", hint)
         self.url = str(parsed).rstrip("/")
         """URL of the server, without a slash at its end."""
@@ -180,7 +180,7 @@ class ServerConnection:
         seconds = self._patience_seconds
         return ServerError(
             f"the server {self.url} was unavailable for {seconds:g} s: {self._reason(error)}",
-            "start the server, or name another URL; a longer `server_timeout` waits longer",
+            "start the server, name another URL, or raise `server_timeout` to wait longer",
             details={
                 "server": self.url,
                 "timeout_seconds": seconds,
@@ -222,7 +222,11 @@ class _BusyError(Exception):
 
 
 def _error_in(response: httpx2.Response) -> dict[str, Any]:
-    """Return the error in a server's response; a proxy's error gets the keys of svdpp's errors."""
+    """Return the error in a response, as a dict with `message`, `hint`, `code` and `details`.
+
+    If the response has no such dict, because a proxy sent it, `message` is the HTTP status, and the
+    other values are empty.
+    """
     error: Any = None
     try:
         error = response.json()["error"]

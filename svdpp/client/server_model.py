@@ -20,7 +20,7 @@ from svdpp.errors import InputError, RequestError, ServerError, nearest
 from svdpp.media.images import MediaFile
 
 _IMAGE_FIELD = "input_reference"
-# Bytes for everything except files in each line of a batch: prompts, parameters and names.
+# Bytes reserved in each line of a batch for everything except files: prompts, parameters, names.
 _LINE_OVERHEAD_BYTES = 256 * 2**10
 
 
@@ -101,7 +101,7 @@ class ServerModel:
         size, sizes = f"{job.sampling.width}x{job.sampling.height}", self.description["sizes"]
         if size not in sizes:
             raise RequestError(
-                f"the server makes {', '.join(sizes)}, not {size}",
+                f"the server makes clips of {', '.join(sizes)}, not of {size}",
                 "choose one of these sizes, or ask the server's operator to add the size",
                 details={"field": "width", "size": size, "sizes": list(sizes)},
             )
@@ -112,13 +112,14 @@ class ServerModel:
         if num_bytes > limit:
             most = limit * 3 // 4
             raise RequestError(
-                f"the clip's files have {num_bytes * 3 // 4} bytes, the server's limit is {most}",
+                f"the clip's input files have {num_bytes * 3 // 4} bytes, but the server takes at "
+                f"most {most}",
                 "save the image as JPEG, or make it smaller",
                 details={"bytes": num_bytes * 3 // 4, "highest": most},
             )
 
     def _check_loras(self, job: RunJob) -> None:
-        """Raise a `RequestError` if the server lacks a job's LoRA, or the LoRA's file differs."""
+        """Raise a `RequestError` if the server lacks a job's LoRA, or has another file for it."""
         listed = {each["name"]: each["sha256"] for each in self.description.get("loras", ())}
         for lora in job.made_from.loras:
             name, path = Path(lora.name).stem, Path(lora.name)
@@ -129,7 +130,7 @@ class ServerModel:
                 raise RequestError(wrong, hint, details={"field": "loras", "known": [*listed]})
             if path.is_file() and _sha256_of(path) != listed[name]:
                 raise RequestError(
-                    f"`loras`: {str(path)!r} differs from the file {name!r} of the server",
+                    f"`loras`: {str(path)!r} is not the same file as {name!r} at the server",
                     "to use the server's file, give the LoRA's name without a folder",
                     details={"field": "loras", "path": str(path)},
                 )

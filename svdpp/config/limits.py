@@ -55,7 +55,7 @@ SMALL_FILE_BYTES = 1_000_000
 
 
 def max_threads() -> int:
-    """Return the largest number of intra-op threads that a request may ask for, for each rank.
+    """Return the largest number of intra-op threads per rank that a request may ask for.
 
     The limit depends only on the number of CPU cores of this machine, not on the number of ranks.
     """

@@ -76,7 +76,7 @@ def parse_loras(value: object) -> tuple[Lora, ...]:
     listed = value if isinstance(value, list | tuple) else [value]
     require(
         len(listed) <= MAX_LORAS,
-        f"`loras` must be at most {MAX_LORAS}, got {len(listed)}",
+        f"`loras` can have at most {MAX_LORAS} LoRAs, got {len(listed)}",
         count=len(listed),
         highest=MAX_LORAS,
     )

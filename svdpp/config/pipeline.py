@@ -62,8 +62,8 @@ def amp_error() -> RequestError:
     """Return the error for a request of automatic mixed precision, which svdpp does not support."""
     return RequestError(
         "amp is refused: automatic mixed precision is a tool of training, where a GradScaler "
-        "scales the loss; here its autocast would choose a dtype for each kernel, and no script of "
-        "diffusers would give the same bits",
+        "scales the loss; in svdpp, autocast would choose a dtype for each kernel, so that no "
+        "script of diffusers would give clips with the same bits",
         "use `dtype` fp16 or `dtype` bf16",
     )
 
@@ -159,7 +159,11 @@ class ModelConfig:
             raise amp_error()
         check_choice("dtype", self.dtype, get_args(Dtype))
         check_type("model", self.name, str)
-        require(bool(self.name.strip()), "`model` is empty", "`model` demo needs no download")
+        require(
+            bool(self.name.strip()),
+            "`model` is empty",
+            "name a model, such as `model` demo, which needs no download",
+        )
         for name in ("family", "revision", "variant", "attention_backend"):
             check_type(name, getattr(self, name), str, type(None))
         loras = self.loras or self.clip_loras
@@ -240,7 +244,7 @@ def sampling_of_model(
         given.setdefault("decode_chunk_size", _LOW_MEMORY_CHUNK)
     for name in given.keys() - names:
         if name not in OPTION_PARAMS:
-            hint = nearest(name, extra_params(kind), f"svdpp models {family} lists them")
+            hint = nearest(name, extra_params(kind), f"svdpp models {family} lists the parameters")
             wrong = f"the family {family} has no parameter {name!r}"
             raise RequestError(wrong, hint, details={"family": family, "parameter": name})
         option = OPTION_PARAMS[name].option
@@ -322,8 +326,8 @@ class PipelineConfig:
     """Whether torch uses only deterministic algorithms, in the ranks and in the run on one device
     with which `verify` compares clips; False: torch's default algorithms."""
     allow_mixed_devices: bool = False
-    """Whether ranks may run on different kinds of devices or libraries. Clips are then not bitwise
-    equal to a run on one device."""
+    """Whether ranks may have different kinds of devices, or different versions of libraries. Clips
+    are then not bitwise equal to those of a run on one device."""
 
     def __post_init__(self) -> None:
         check_int("world_size", self.world_size, 1, MAX_RANKS)
@@ -378,7 +382,10 @@ class PipelineConfig:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Sizes of the chunks or tiles in which clips are decoded; empty: not known yet."""
+        """Sizes of the chunks or tiles in which a clip is decoded; empty: not known yet.
+
+        The unit is frames for chunks, and positions of the latent for tiles.
+        """
         if self.tiles:
             return self.tiles
         frames, size = self.sampling.num_frames, self.sampling.decode_chunk_size
@@ -390,7 +397,7 @@ class PipelineConfig:
         return not self.model.is_dummy or self.model.dummy_sleeps
 
     def single_rank(self) -> PipelineConfig:
-        """Return a copy of this `PipelineConfig` for one rank."""
+        """Return a copy of this `PipelineConfig` in which a single rank makes all clips."""
         return replace(self, world_size=1, parallel=ParallelConfig(), costs=CostModel())
 
     def data_parallel(self) -> PipelineConfig:

@@ -121,10 +121,10 @@ SHARED: Mapping[str, Param] = {
         lowest=1,
         highest=MAX_FRAMES,
         kind=int,
-        help="Frames decoded at once; bits depend on it.",
+        help="Frames decoded at once; another number changes the clip's bits.",
     ),
     "guidance_scale": Param(
-        highest=MAX_GUIDANCE, help="Guidance by the prompt; up to 1 it is off."
+        highest=MAX_GUIDANCE, help="Guidance by the prompt; 1 or less turns guidance off."
     ),
     "max_sequence_length": Param(
         lowest=1,
@@ -148,7 +148,7 @@ VIDEO_FRAMES = Param(
     lowest=1,
     highest=MAX_FRAMES,
     kind=int,
-    help="Frames of the video, from its first, that the clip continues.",
+    help="Frames to read from the start of the video; the clip continues them.",
 )
 
 
@@ -276,7 +276,8 @@ class CommonSampling:
     def _check_frames(self) -> None:
         unit, remainder = self.frames_unit, self.frames_remainder
         frames = remainder if self.num_frames is None else self.num_frames
-        # A number of frames that diffusers would round is rejected.
+        # diffusers would round another number of frames, so that the clip would not have the
+        # requested length.
         below = max(0, frames - remainder) // unit * unit + remainder
         require(
             frames == below,

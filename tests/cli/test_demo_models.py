@@ -78,7 +78,9 @@ def test_a_demo_refuses_what_the_other_one_takes() -> None:
     given = (PHOTO, "--prompt", "a red circle", "--model", "demo-text", "--device", "cpu")
     assert_error(svdpp_here("verify", *given), 2, "takes no image")
     frames = svdpp_here("run", "--prompt", PROMPT, "--model", "demo-text", "--frames", "8")
-    assert_error(frames, 2, "--frames must be 16, the only number of the model, got 8")
+    assert_error(
+        frames, 2, "--frames must be 16, the only number of frames that the model makes, got 8"
+    )
     refused = svdpp_here("run", "--prompt", PROMPT, "--model", "demo")
     assert_error(refused, 2, "takes no prompt\nhint: leave it out, or try --model demo-text")
 

@@ -107,7 +107,7 @@ def test_loras_of_a_clip_are_texts_or_objects_or_lists_of_both() -> None:
         ({"name": "a", "scale": "1"}, "the weight of `loras` must be"),
         ({"name": "a", "expert": "middle"}, "must be high or low"),
         ({"name": 1}, "`loras` must be str"),
-        (["a"] * 17, "`loras` must be at most 16, got 17"),
+        (["a"] * 17, "`loras` can have at most 16 LoRAs, got 17"),
     ],
 )
 def test_what_is_no_lora_of_a_clip_is_refused(value: object, words: str) -> None:

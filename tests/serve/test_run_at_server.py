@@ -116,7 +116,7 @@ def test_the_clips_are_those_of_a_local_run_though_all_is_killed(tmp_path: Path)
         lines[0]["size"], lines[1]["steps"] = "32x32", 500
         write_jobs(tmp_path, *lines)
         refused = svdpp_alone("run", *arguments, "--resume")
-        assert_error(refused, 2, "line 1, width: the server makes 64x64, not 32x32")
+        assert_error(refused, 2, "line 1, width: the server makes clips of 64x64, not of 32x32")
         del lines[0]["size"]
         write_jobs(tmp_path, *lines)
         refused = svdpp_alone("run", *arguments, "--resume")
@@ -160,7 +160,7 @@ def test_a_server_needs_a_jobs_file_and_must_be_there(tmp_path: Path) -> None:
     assert_error(without, 2, "--server needs --jobs FILE, which lists the clips")
     jobs = write_jobs(tmp_path, {"image": PHOTO})
     away = svdpp_here("run", "--jobs", jobs, "--server", _NOBODY, "--server-timeout", "0.1")
-    assert_error(away, 11, "was unavailable for 0.1 s", "--server-timeout waits longer")
+    assert_error(away, 11, "was unavailable for 0.1 s", "raise --server-timeout to wait longer")
     assert not (tmp_path / "out").exists()
 
 

@@ -23,8 +23,8 @@ def check_steps_of_chunks(_: object, sampling: Any) -> None:
     chunks = sampling.steps_unit
     require(
         steps % chunks == 0,
-        f"`num_inference_steps` counts the steps of all chunks: for the {chunks} chunks of "
-        f"{frames} frames it must be a multiple of {chunks}, got {steps}",
+        f"`num_inference_steps` counts the steps of all chunks, so for a clip of {frames} frames "
+        f"({chunks} chunks) it must be a multiple of {chunks}, got {steps}",
         frames=frames,
         chunks=chunks,
         steps=steps,

@@ -32,7 +32,8 @@ class Cosmos3BaseSampling(PromptedSampling):
     """Frames per second; the denoiser also takes this number as an input."""
     guidance_scale: float = 6.0
     max_sequence_length: int = 4096
-    """Parameter without effect: the denoiser reads all tokens of a prompt."""
+    """Field that all families with prompts have. It has no effect in this family, because the
+    denoiser reads all tokens of a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +123,8 @@ def _check_from_video(_: CheckedCheckpoint, sampling: Any) -> None:
     given = sampling.video_frames
     require(
         given < sampling.frames,
-        f"a clip that begins with {given} frames of a video needs more than {given} `num_frames`, "
-        f"got {sampling.frames}",
+        f"`num_frames` must be above `video_frames` {given}, got {sampling.frames}: the clip "
+        "begins with `video_frames` frames of the video, and at least one new frame must follow",
         "raise `num_frames`, or lower `video_frames`",
         frames=sampling.frames,
         above=given,

@@ -35,7 +35,7 @@ class EchoSampling(PromptedSampling):
 
 #: Parameters that users cannot choose in this family, each with the reason.
 _FIXED = {
-    "num_inference_steps": "the model is distilled for the 8 noise levels that diffusers publishes",
+    "num_inference_steps": "the model is distilled for the 8 noise levels in diffusers' pipeline",
     "guidance_scale": "the model runs without guidance",
 }
 

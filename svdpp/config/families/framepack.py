@@ -37,7 +37,7 @@ class FramepackSampling(PromptedSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks of the clip, of which `num_inference_steps` must be a multiple."""
+        """Number of chunks of the clip; `num_inference_steps` must be a multiple of this number."""
         return _chunks_of(self)
 
 
@@ -61,7 +61,7 @@ FRAMEPACK = FamilySpec(
     sampling=FramepackSampling,
     title="FramePack",
     example="lllyasviel/FramePackI2V_HY",
-    example_remark="once saved as a whole pipeline",
+    example_remark="a denoiser, which must first be saved with the other components",
     license="Tencent Hunyuan Community License",
     denoiser="HunyuanVideoFramepackTransformer3DModel",
     image_pipeline="HunyuanVideoFramepackPipeline",
@@ -71,7 +71,7 @@ FRAMEPACK = FamilySpec(
     # (call 1). The denoising loop uses only the result of call 0.
     record_uses={"encode_image": 0},
     latent_frames=lambda *_: _LATENT_FRAMES,
-    frame_limits=(1 + _CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
+    frame_limits=(1 + _CHUNK, MAX_FRAMES, "from one chunk to the limit of svdpp"),
     check_sampling=check_steps_of_chunks,
     call_arguments=_call_arguments,
 )

@@ -52,9 +52,9 @@ def check_guiders(configs: CheckpointConfigs, *names: str) -> None:
 
 def _check_guider(configs: CheckpointConfigs, name: str) -> None:
     guider = configs.of(name, enabled=True)
-    guider.require("enabled", True, "because the guidance scale would have no effect")
-    # With this key, diffusers turns guidance off at a scale of 0. svdpp assumes diffusers' rule
-    # without the key: guidance is off at a scale of 1.
+    guider.require("enabled", True, "because the guidance scale would otherwise have no effect")
+    # If this key is true, a guidance scale of 0 turns guidance off in diffusers. svdpp supports
+    # only the usual meaning of the scale, by which 1 turns guidance off.
     guider.refuse("use_original_formulation", "gives the guidance scale another meaning")
     if configs.classes[name] != "SkipLayerGuidance":
         return

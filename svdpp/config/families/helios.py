@@ -58,7 +58,7 @@ class HeliosBaseSampling(PromptedSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number of chunks of the clip, of which `num_inference_steps` must be a multiple."""
+        """Number of chunks of the clip; `num_inference_steps` must be a multiple of this number."""
         return self.chunks
 
     def _check_frames(self) -> None:
@@ -112,7 +112,7 @@ class HeliosPyramidBaseSampling(HeliosBaseSampling):
 
     @property
     def steps_per_stage(self) -> int:
-        """Number of steps of each pyramid stage; distilled models run twice as many in chunk 0."""
+        """Number of steps of each pyramid stage; in chunk 0, distilled models run twice as many."""
         return self.num_inference_steps // self.steps_unit
 
     def place_of(self, step: int) -> StepPlace:
@@ -157,9 +157,10 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number that must divide the steps: the pyramid stages, the first chunk's counted twice.
+        """Number that must divide `num_inference_steps`.
 
-        A stage of the first chunk has twice as many steps as a stage of any other chunk.
+        The number counts the pyramid stages of all chunks. It counts those of the first chunk
+        twice, because each of them has twice as many steps as a stage of any other chunk.
         """
         return self.num_stages + _STAGES
 
@@ -206,13 +207,17 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return Helios' call arguments: the steps of one chunk, and the frames of all chunks."""
+    """Return arguments of Helios' `__call__`: steps of one chunk, and frames of all chunks."""
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return call arguments of Helios' pyramid pipelines: steps of each stage, and all frames."""
+    """Return arguments of the `__call__` of Helios' pyramid pipelines.
+
+    The arguments are the number of steps of each pyramid stage, and the number of frames of all
+    chunks.
+    """
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
 
@@ -222,9 +227,9 @@ def _check_stages(_: object, sampling: Any) -> None:
     twice = " (stages of the first chunk count twice)" if unit > sampling.num_stages else ""
     require(
         steps % unit == 0,
-        f"`num_inference_steps` counts the steps of all {_STAGES} stages of all chunks: for the "
-        f"{sampling.chunks} chunks of {sampling.num_frames} frames it must be a multiple of "
-        f"{unit}{twice}, got {steps}",
+        f"`num_inference_steps` counts the steps of all {_STAGES} stages of all chunks, so for a "
+        f"clip of {sampling.num_frames} frames (chunks: {sampling.chunks}) it must be a multiple "
+        f"of {unit}{twice}, got {steps}",
         frames=sampling.num_frames,
         chunks=sampling.chunks,
         stages=_STAGES,
@@ -264,9 +269,13 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     reason = f"because svdpp knows only chunks of {_CHUNK} frames"
     vae.require("scale_factor_temporal", _TEMPORAL, reason)
     scheduler = configs.of("scheduler", scheduler_type="unipc", shift=1.0)
-    scheduler.require("scheduler_type", "unipc", "because svdpp expects latents in float32")
+    scheduler.require(
+        "scheduler_type",
+        "unipc",
+        "because other types cast the latent to the denoiser's dtype, and svdpp needs float32",
+    )
     if scheduler.values.get("use_dynamic_shifting"):
-        reason = "because diffusers shifts the noise levels only once"
+        reason = "because diffusers allows no other shift with use_dynamic_shifting"
         scheduler.require("shift", 1.0, reason)
     unit = 2 * vae.positive_int("scale_factor_spatial", 64)
     return {"size_multiple": (unit, unit)}
@@ -298,7 +307,7 @@ HELIOS = FamilySpec(
     # reads the results only after the second call. So two ranks can each do one of the calls.
     branches="calls",
     latent_frames=lambda *_: _LATENT_FRAMES,
-    frame_limits=(_CHUNK, MAX_FRAMES, "the limits of svdpp for clips in chunks"),
+    frame_limits=(_CHUNK, MAX_FRAMES, "from one chunk to the limit of svdpp"),
     modular=ModularSpec(blocks=("HeliosAutoBlocks",)),
     checkpoint_facts=_checkpoint_facts,
     check_sampling=check_steps_of_chunks,

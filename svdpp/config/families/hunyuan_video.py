@@ -34,7 +34,7 @@ class HunyuanVideoSampling(PromptedSampling):
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if "image_processor" in configs.classes:
         transformer = configs.of("transformer", image_condition_type=None)
-        reason = "as with other types the clip lacks the first four frames"
+        reason = "because with other types the clip lacks the first four frames"
         transformer.require("image_condition_type", "token_replace", reason)
     return {}
 
@@ -50,7 +50,8 @@ HUNYUAN_VIDEO = FamilySpec(
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,
     num_results_equal_latents=1,
-    # In clips from an image, a part of the latent stays in float32 after a step.
+    # In clips from an image, the pipeline joins the result of each step with the image's latent in
+    # float32. So the whole latent stays in float32.
     latent_dtype="stepped from text",
     checkpoint_facts=_checkpoint_facts,
     decodes_in_tiles=True,

@@ -53,7 +53,11 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return a HunyuanVideo-1.5 checkpoint's image sizes, and its parameter without effect."""
+    """Return the sizes that clips from an image may have, and a sampling parameter without effect.
+
+    The sizes are those to which the pipeline crops images; `image_sizes` has the arguments of
+    `check_image_size`. The parameter without effect is `max_sequence_length`.
+    """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
     )
@@ -62,9 +66,9 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _modular_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Check a modular HunyuanVideo-1.5 checkpoint; return whether its clips take an input image.
+    """Check a modular HunyuanVideo-1.5 checkpoint; return its rule for the input image.
 
-    Clips of the checkpoint must have an input image, may have one, or must not have one.
+    The rule `image_use` says whether clips must have, may have or must not have an input image.
 
     The modular pipeline can make clips from text and from images. But each published checkpoint is
     trained for only one of the two. Only checkpoints for images have an image encoder.
@@ -80,7 +84,7 @@ def _check_guidance(_: CheckedCheckpoint, sampling: Any) -> None:
     require(
         sampling.uses_guidance,
         f"`guidance_scale` must be above 1, got {sampling.guidance_scale}: without guidance, "
-        "diffusers' modular pipeline misses the negative prompt",
+        "diffusers' modular pipeline fails, because it encodes no negative prompt",
         "raise `guidance_scale` above 1",
         guidance_scale=sampling.guidance_scale,
         above=1,
@@ -122,7 +126,8 @@ HUNYUAN_VIDEO_15_MODULAR = replace(
     aliases=("HunyuanVideo15Pipeline", _IMAGE_PIPELINE),
     text_aliases=("HunyuanVideo15Pipeline",),
     size_from_image=False,
-    # The guider is not listed here, because a checkpoint may lack it: diffusers then creates one.
+    # `shared_components` does not list the guider, because a checkpoint may lack it. diffusers then
+    # creates a default guider.
     shared_components=(),
     component_classes={"guider": GUIDER_CLASSES},
     branches="replay",

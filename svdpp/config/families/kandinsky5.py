@@ -58,9 +58,9 @@ def _check_sampling(_: object, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return Kandinsky 5's number of latent channels, with those of an added image and mask.
+    """Return the number of channels of Kandinsky 5's latent.
 
-    Only the latents of some checkpoints have an added image and mask.
+    In checkpoints with `visual_cond`, the latent also has the channels of an image and of a mask.
     """
     channels = int(pipe.transformer.config.in_visual_dim)
     return 2 * channels + 1 if pipe.transformer.config.visual_cond else channels

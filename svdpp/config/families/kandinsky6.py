@@ -49,8 +49,8 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
     require(
         checkpoint.scheduler_class != _DISTILLED or not sampling.uses_guidance,
-        f"`guidance_scale` must be 1 for a distilled model, with {_DISTILLED}, "
-        f"got {sampling.guidance_scale:g}",
+        f"`guidance_scale` must be at most 1 for a distilled model (its scheduler is "
+        f"{_DISTILLED}), got {sampling.guidance_scale:g}",
         field="guidance_scale",
         value=sampling.guidance_scale,
         highest=1,

@@ -23,9 +23,9 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return a Latte checkpoint's only number of frames, and its parameter without effect."""
+    """Return Latte's only number of frames, and that `max_sequence_length` has no effect."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
-    frames = count, count, "the only number of the model"
+    frames = count, count, "the only number of frames that the model makes"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}
 
 

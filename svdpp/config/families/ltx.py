@@ -24,12 +24,16 @@ class LtxSampling(PromptedSampling):
     frames_unit: ClassVar[int] = 8
     latent_axes: ClassVar[str] = "BNC"
     own: ClassVar[Mapping[str, Param]] = {
-        "guidance_rescale": Param(highest=1, help="Rescaling of the guided prediction."),
+        "guidance_rescale": Param(
+            highest=1, help="How much the guided prediction is rescaled; 0 is off."
+        ),
         "decode_timestep": Param(
             highest=1, help="Noise level of the decode, for a VAE that is conditioned on it."
         ),
         "decode_noise_scale": Param(
-            highest=1, help="Noise added before the decode.", shown_default="decode_timestep"
+            highest=1,
+            help="Share of noise mixed into the latent before the decode.",
+            shown_default="decode_timestep",
         ),
     }
 
@@ -53,10 +57,19 @@ class LtxConditionSampling(PromptedSampling):
     frames_unit: ClassVar[int] = 8
     latent_axes: ClassVar[str] = "BNC"
     own: ClassVar[Mapping[str, Param]] = {
-        "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
-        "decode_timestep": Param(highest=1, help="Noise level of the decode."),
-        "decode_noise_scale": Param(highest=1, help="Share of noise in the decode."),
-        "strength": Param(highest=1, help="How closely a frame follows its image."),
+        "guidance_rescale": Param(
+            highest=1, help="How much the guided prediction is rescaled; 0 is off."
+        ),
+        "decode_timestep": Param(
+            highest=1, help="Noise level of the decode, for a VAE that is conditioned on it."
+        ),
+        "decode_noise_scale": Param(
+            highest=1, help="Share of noise mixed into the latent before the decode."
+        ),
+        "strength": Param(
+            highest=1,
+            help="How closely the first or last frame follows its image; 0 is not at all.",
+        ),
         "image_cond_noise_scale": Param(highest=1, help="Noise that each step adds to the image."),
     }
 
@@ -75,7 +88,7 @@ class LtxConditionSampling(PromptedSampling):
 
 
 def check_vae(configs: CheckpointConfigs) -> bool:
-    """Refuse an LTX VAE that draws global noise; return whether its decoder takes a timestep.
+    """Refuse an LTX VAE whose decoder draws noise; return whether the decoder takes a timestep.
 
     Raises:
         ModelError: The VAE's decoder draws noise from torch's global generator.

@@ -1,4 +1,4 @@
-"""Sampling parameters and specs of LTX-2, which makes video with sound, also from references."""
+"""Sampling parameters and specs of LTX-2: video with sound from text, images or a video."""
 
 from __future__ import annotations
 
@@ -30,22 +30,28 @@ class Ltx2BaseSampling(PromptedSampling):
             highest=MAX_GUIDANCE, help="Scale of the video's spatio-temporal guidance; 0 is off."
         ),
         "stg_block": Param(
-            highest=1000, help="Transformer block that spatio-temporal guidance perturbs.", kind=int
+            highest=1000,
+            help="Index of the transformer block that spatio-temporal guidance perturbs.",
+            kind=int,
         ),
         "modality_scale": Param(
             highest=MAX_GUIDANCE, help="Scale of the video's guidance by the audio; 1 is off."
         ),
-        "guidance_rescale": Param(highest=1, help="Rescaling of the guided video."),
+        "guidance_rescale": Param(
+            highest=1, help="How much the guided video is rescaled; 0 is off."
+        ),
         "audio_guidance_scale": Param(
-            highest=MAX_GUIDANCE, help="Guidance of the audio by the prompt."
+            highest=MAX_GUIDANCE, help="Scale of the audio's guidance by the prompt; 1 is off."
         ),
         "audio_stg_scale": Param(
-            highest=MAX_GUIDANCE, help="Spatio-temporal guidance of the audio."
+            highest=MAX_GUIDANCE, help="Scale of the audio's spatio-temporal guidance; 0 is off."
         ),
         "audio_modality_scale": Param(
-            highest=MAX_GUIDANCE, help="Guidance of the audio by the video."
+            highest=MAX_GUIDANCE, help="Scale of the audio's guidance by the video; 1 is off."
         ),
-        "audio_guidance_rescale": Param(highest=1, help="Rescaling of the guided audio."),
+        "audio_guidance_rescale": Param(
+            highest=1, help="How much the guided audio is rescaled; 0 is off."
+        ),
     }
 
     num_inference_steps: int = 30
@@ -79,7 +85,10 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
     crops_image: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
         **Ltx2BaseSampling.own,
-        "strength": Param(highest=1, help="How closely a frame follows its image."),
+        "strength": Param(
+            highest=1,
+            help="How closely the first or last frame follows its image; 0 is not at all.",
+        ),
     }
 
     family: Literal["ltx2_condition"] = "ltx2_condition"
@@ -93,13 +102,14 @@ class Ltx2ReferenceSampling(Ltx2BaseSampling):
     own: ClassVar[Mapping[str, Param]] = {
         **Ltx2BaseSampling.own,
         "reference_strength": Param(
-            highest=1, help="How free of noise the model sees the reference; 1 is free of it."
+            highest=1,
+            help="Strength of the reference; at 0 the model sees only noise, at 1 no noise.",
         ),
         "reference_downscale_factor": Param(
             lowest=1,
             highest=8,
             kind=int,
-            help="Number by which the reference's height and width are smaller than the clip's.",
+            help="Factor by which the reference's height and width are smaller than the clip's.",
         ),
         "conditioning_attention_strength": Param(
             highest=1, help="How much clip and reference attend to each other; 0 is not at all."
@@ -200,14 +210,14 @@ class ReferenceCondition:
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     if check_vae(configs):
         raise configs.of("vae").error(
-            "timestep_conditioning is true, but svdpp does not support decodes that draw noise"
+            "timestep_conditioning is true, so the decode draws noise, which svdpp does not support"
         )
     return {}
 
 
 def _condition_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     configs.index.refuse(
-        "audio_scheduler", "gives the sound a schedule of its own, which is unproven"
+        "audio_scheduler", "gives the sound a schedule of its own, with which svdpp is not tested"
     )
     return _checkpoint_facts(configs)
 
@@ -367,7 +377,7 @@ def _check_modular(_: object, sampling: Any) -> None:
     require(
         not sampling.from_image or sampling.num_frames >= least,
         f"`num_frames` of a clip from an image must be at least {least}, got "
-        f"{sampling.num_frames}: no step changes the image, which is the first frame",
+        f"{sampling.num_frames}: the image is the first frame, and steps make only later ones",
         frames=sampling.num_frames,
         lowest=least,
     )

@@ -52,9 +52,10 @@ def _check_sampling(_: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _latent_channels(pipe: Any) -> int:
-    """Return MiniMax-H3's number of latent channels: the values in a patch of the VAE's latent.
+    """Return the number of channels of MiniMax-H3's latent.
 
-    The pipeline packs each patch into one position of the latent.
+    The pipeline packs each patch of the VAE's latent into one position. So the number of channels
+    is the number of values in a patch.
     """
     return int(pipe.vae_latent_channels * math.prod(pipe.patch_size))
 

@@ -156,8 +156,9 @@ SKYREELS_V2_FORCING = replace(
     # The pipeline appends the last image's latents to the latents that `prepare_latents` returns.
     latent_frames=lambda _, sampling, frames: frames + sampling.has_last_image,
     first_frames=lambda sampling: -int(sampling.has_last_image),
-    # The pipeline has one scheduler for each latent frame. 1000 is more than the largest possible
-    # number of latent frames, so it covers all schedulers.
+    # The pipeline has one scheduler for each latent frame, and writes the results of all schedulers
+    # into the latent. The number 1000 stands for all schedulers: it is larger than any number of
+    # latent frames.
     num_results_equal_latents=1_000,
     frame_limits=(1, _LOOP_FRAMES, "as longer clips need several denoising loops"),
 )
@@ -182,7 +183,7 @@ SKYREELS_V2_FROM_VIDEO = replace(
         frames - sampling.video_frames // sampling.frames_unit
     ),
     first_frames=lambda _: 0,
-    decodes_in_tiles=False,  # the clip also has frames of the video, which are not decoded
+    decodes_in_tiles=False,  # a decode is not only a call of the VAE: it adds frames of the video
     frame_limits=(1, MAX_FRAMES, "the limits of svdpp"),
     check_sampling=_check_from_video,
     renamed_arguments={"overlap_history": "video_frames"},

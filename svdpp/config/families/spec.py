@@ -97,7 +97,10 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
-        """Size limits of clips from an image, as in `Checkpoint.image_sizes`; None: no limits."""
+        """Limits of the size of clips from an image; None: any size is allowed.
+
+        The numbers are the arguments `target` and `unit` of `check_image_size`, in pixels.
+        """
 
     @property
     def vae_tile_side(self) -> int | None:
@@ -127,8 +130,9 @@ class ModularSpec:
     """
 
     blocks: tuple[str, ...]
-    """Class names of the trees of blocks with which svdpp's tests run this family. Checkpoints that
-    name another class are refused."""
+    """Supported values of `_blocks_class_name` in a checkpoint's index: the class of the pipeline's
+    tree of blocks. svdpp's tests cover only these classes, so checkpoints with another are
+    refused."""
     videos: str = "videos"
     """Name of the decoded video in the state after the last block."""
     has_batch: bool = True
@@ -144,13 +148,14 @@ class ModularSpec:
     """Function that gets the sampling parameters and returns further arguments for the guiders'
     classes, such as `{"guider": {"stg_scale": 1.0}}`."""
     reference_class: str | None = None
-    """Name of the class in the pipeline's package that holds a reference; None: the pipeline takes
-    the image itself as the argument."""
+    """Name of the class in which the pipeline expects each reference image, such as
+    `MiniMaxH3ImageReference`. The class is in the pipeline's package. None: the pipeline takes the
+    images themselves."""
     rewritten: frozenset[str] = frozenset()
-    """Names of values of the denoising loop that each iteration writes before it uses them, and
-    that nothing uses after a step. Packets do not contain these values. The engine recognises such
-    tensors itself, except tensors in lists, and tensors that a block reads only because it reads
-    all values."""
+    """Names of values that packets between ranks need not contain: each iteration of the denoising
+    loop writes them before it reads them, and nothing reads them after a step. The engine finds
+    most of these values itself. This field must list only those that the engine cannot find:
+    tensors in lists, and tensors that a block reads without need, because it reads all values."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""
@@ -167,8 +172,8 @@ class FamilySpec:
     example: str
     """Hub id of a published checkpoint of the family."""
     example_remark: str = ""
-    """Remark on the example in the list of models, such as "once saved as a whole pipeline"; empty:
-    no remark."""
+    """Remark that follows `example` in the list of models, such as "a denoiser, which must first be
+    saved with the other components"; empty: no remark."""
     license: str
     """Name of the license of the example's weights."""
     denoiser: str
@@ -256,9 +261,10 @@ class FamilySpec:
     rule: all steps and the decode use the results."""
     initial_latent_source: str | None = None
     """Name of the tensor in a packet that later ranks use as the result of `prepare_latents`.
-    `latents`: the current latent; this is correct if steps after the first read only parts of the
-    result that no step changes. Another name: a copy of the initial latent, which packets contain
-    under this name. None: only the first step uses the result."""
+    `latents`: the current latent. It can replace the result if steps after the first read only
+    parts of the result that no step changes, such as the latent of the input image. Another name: a
+    copy of the initial latent, which packets contain under this name. None: only the first step
+    uses the result, so packets after this step do not contain it."""
     num_results_equal_latents: int = 0
     """Number of schedulers whose step results equal the latent, so that packets need not contain
     the results. If the number is n, these are the first n schedulers of the pipeline, in the order

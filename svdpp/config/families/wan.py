@@ -79,7 +79,7 @@ class WanControlSampling(WanBaseSampling):
     from_video: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
         **WanBaseSampling.own,
-        "conditioning_scale": Param(highest=10, help="Weight of the video."),
+        "conditioning_scale": Param(highest=10, help="Weight of the control video."),
     }
 
     conditioning_scale: float = 1.0
@@ -113,7 +113,10 @@ class WanFromVideoSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanSegmentSampling(WanBaseSampling):
-    """Sampling parameters of diffusers' `WanAnimatePipeline` for clips of one segment."""
+    """Sampling parameters of diffusers' `WanAnimatePipeline` for clips of one segment.
+
+    The pipeline makes a longer clip in several segments, which svdpp does not support.
+    """
 
     num_inference_steps: int = 20
     height: int = 720
@@ -196,7 +199,7 @@ def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     The result is empty if the denoiser embeds no image: the family's default rule then applies.
     """
     if configs.index.values.get("expand_timesteps"):
-        reason = "diffusers ignores it for a model with expand_timesteps, such as Wan 2.2 5B"
+        reason = "diffusers ignores the image for a model with expand_timesteps, such as Wan 2.2 5B"
         return {"last_image_use": "refused", "last_image_reason": reason}
     transformer = configs.of("transformer", image_dim=None, pos_embed_seq_len=None)
     if transformer.values["image_dim"] is None:
@@ -204,7 +207,9 @@ def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
         return {}
     if transformer.values["pos_embed_seq_len"] is not None:
         return {"last_image_use": "needed"}
-    reason = "its denoiser embeds one image (no pos_embed_seq_len, as Wan2.1-FLF2V has)"
+    reason = (
+        "its denoiser embeds only one image (it lacks pos_embed_seq_len, which Wan2.1-FLF2V has)"
+    )
     return {"last_image_use": "refused", "last_image_reason": reason}
 
 

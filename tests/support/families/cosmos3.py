@@ -143,7 +143,7 @@ CASES = {
         unread=_UNREAD,
         refused=[
             ({"video_frames": 6}, "`video_frames` must be a multiple of 4 plus 1, got 6"),
-            ({"num_frames": 5}, "needs more than 5 `num_frames`, got 5"),
+            ({"num_frames": 5}, "`num_frames` must be above `video_frames` 5, got 5"),
         ],
     ),
 }

@@ -54,6 +54,8 @@ CASES = {
         {**_SIZE, **UNGUIDED},
         image=True,
         changes={"distilled": True},
-        refused=[({"guidance_scale": 5.0}, "`guidance_scale` must be 1 for a distilled model")],
+        refused=[
+            ({"guidance_scale": 5.0}, "`guidance_scale` must be at most 1 for a distilled model")
+        ],
     ),
 }

@@ -209,7 +209,7 @@ CASES = {
         image=True,
         refused=[
             ({"guidance_scale_2": 2.0}, "`guidance_scale_2` has no effect on model"),
-            ({"has_last_image": True}, "takes no `last_image`: its denoiser embeds one image"),
+            ({"has_last_image": True}, "takes no `last_image`: its denoiser embeds only one image"),
         ],
     ),
     "wan-last-image": _case(I2V, image=True, last_image=True),
