@@ -297,7 +297,7 @@ class Supervisor:
             if output is None:
                 cause = f"could not import your script: {MAIN_GUARD_HINT}"
             elif hint:
-                cause = f"ended with exit code {code}: the system starts no further thread for it"
+                cause = f"ended with exit code {code}: the system refused to start a thread"
             return self._rank_error(rank, cause, hint, "died here", exit_code=code)
         if -code == signal.SIGKILL:
             hint = _NO_MEMORY
@@ -422,7 +422,8 @@ class StallDetector:
             now: Current time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            # A separate thread of the rank sends `RankStats`, even if the rank is stalled.
+            # A separate thread of the rank sends `RankStats` even if the rank is stalled, so this
+            # event does not show that the rank is working.
             return
         self._discount_pause(now)
         state = self.states[rank]
@@ -465,7 +466,10 @@ class StallDetector:
             limit = self._heartbeat_timeout * (1 if state.joined else _PATIENCE_AT_START)
             if state.started and now - state.last_message > limit:
                 reason = f"has sent no heartbeat for {now - state.last_message:.0f} s"
-                hint = "check whether it is stopped, or its machine is out of memory or unreachable"
+                hint = (
+                    "check whether the rank's process is stopped, and whether its machine is out "
+                    "of memory or unreachable"
+                )
                 numbers = {"silent_seconds": now - state.last_message, "limit_seconds": limit}
                 return Stall(rank, reason, hint, numbers)
         if self.all_joined:

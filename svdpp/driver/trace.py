@@ -290,7 +290,7 @@ class Trace:
 
     @property
     def received(self) -> list[TransferSpan]:
-        """Transfers of packets as the receivers have measured them; each occurs only once."""
+        """Transfers of packets, as measured by the receivers, so that each one occurs only once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:
