@@ -30,9 +30,9 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the clips' names (without suffixes) in a run's `clips.jsonl`, by hash of the job.
+    """Return the names (without suffixes) of the clips in a run's `clips.jsonl`, by job hash.
 
-    The hash is that of `job_key`.
+    The hash is that of `job_key`. Equal jobs have the same hash, so a hash can have several names.
 
     Args:
         path: Path of the table, which need not exist.

@@ -139,9 +139,9 @@ def generate(
 
 
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
-    """Return for `generate` the model's configuration, the device of the ranks, and the checkpoint.
+    """Return the model's configuration, the device of the ranks, and the model's checkpoint.
 
-    If `model` is only a name, the configuration has the usual precision for model and device.
+    If `model` is a name, the configuration has the usual precision for this model and device.
     """
     config = ModelConfig(name=model) if isinstance(model, str) else model
     require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")

@@ -111,7 +111,7 @@ class JobLineReader:
         """Return the jobs of a jobs file's valid lines, and the errors of the other lines.
 
         Args:
-            lines: Lines of the file. For a line that could not be parsed, the error.
+            lines: Lines of the file. A line that could not be parsed is replaced by an error.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:

@@ -307,8 +307,8 @@ def _order_clips(clips: Sequence[PlannedClip], *, num_first: int) -> list[Planne
     """Return the clips in the order in which the ranks make them.
 
     Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. As
-    an exception, the first `num_first` clips have small images, because the ranks are idle until
-    these images are prepared. The other images are prepared while the ranks work.
+    an exception, the first `num_first` clips have small images or none, because the ranks are idle
+    until these images are prepared. The other images are prepared while the ranks work.
     """
     order = ordered_by_loras(clip.job.made_from.loras for clip in clips)
     by_loras = [clips[index] for index in order]

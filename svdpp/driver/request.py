@@ -64,8 +64,8 @@ def describe_assumed_costs(costs: CostModel) -> str:
         costs: Costs that are assumed because the user gave none.
     """
     if costs.device:
-        of = f"with the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
-        return f"{of}; svdpp profile measures yours"
+        of = f"computed with the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
+        return f"{of}; svdpp profile measures your device"
     return "no times are known: a step counts as 1 s, all else as 0 s; --costs gives real times"
 
 
@@ -341,7 +341,7 @@ class PipelineRequest:
 
     @cached_property
     def _num_devices(self) -> int:
-        """Number of devices: `default_world` if set, else all GPUs on `cuda`, else 2."""
+        """Number of devices: `default_world` if set, else the number of GPUs for `cuda`, else 2."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":

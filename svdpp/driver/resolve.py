@@ -105,7 +105,8 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    # If world and configuration have different sizes, a later check raises an error.
+    # If the launcher's world and the configuration have different sizes, a later check raises an
+    # error. Until then, any set of roles will do.
     if world is None or world.size != config.world_size:
         return set(config.layout.roles)
     # torchrun, and srun by default, number the ranks host by host, so the ranks of this host are

@@ -246,6 +246,7 @@ class Supervisor:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             # Errors about input, output, model or memory are clear without the clip and the step.
+            # So their messages stay as they are.
             error.details.setdefault("rank", rank)
             return error
         where = describe_position(event.action, event.step)
@@ -395,9 +396,9 @@ class StallDetector:
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
     without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
     ranks have joined, a rank is also stalled if it makes no progress for `timeout_seconds` and does
-    not wait for another rank. If all busy ranks wait for each other for that long, the rank with
-    the oldest progress is stalled. `states` has an entry for each rank. All times are in seconds on
-    the same clock.
+    not wait for another rank. If all busy ranks wait for each other for that long, the rank that
+    made progress the longest time ago counts as stalled. `states` has an entry for each rank. All
+    times are in seconds on the same clock.
 
     Args:
         config: Configuration with the timeouts.

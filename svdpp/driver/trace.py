@@ -71,7 +71,7 @@ class MeasuredCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Record the seconds of work in a rank's event; ignore events without a time."""
+        """Record the duration that a rank's event reports; ignore events without a duration."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
