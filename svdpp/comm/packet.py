@@ -51,7 +51,7 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of the tensor in a packet's payload."""
+        """Number of bytes of the tensor's values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
@@ -300,7 +300,7 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
 
 
 def _both(name: str, sent: TensorSpec, expected: TensorSpec) -> dict[str, Any]:
-    """Return the sent and the expected shape, dtype and bytes of a tensor, for an error."""
+    """Return the `details` of an error about a tensor: shape, dtype and size, sent and expected."""
     details: dict[str, Any] = {"tensor": name}
     for side, spec in (("sent", sent), ("expected", expected)):
         details |= {

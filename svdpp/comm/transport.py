@@ -198,7 +198,7 @@ class Transport:
         return PendingPacket(future, self.monotonic_ahead, ends, self.rank)
 
     def send(self, packet: Packet, peer: int, channel: Channel = "clips") -> None:
-        """Send a packet to a rank in the background, once the link's previous packet is sent.
+        """Wait until the link has sent its previous packet, then send this one in the background.
 
         Args:
             packet: Packet, whose tensors must not change after the call.
@@ -413,7 +413,10 @@ def _receive_bytes(number: int, link: _Link) -> bytes:
 
 
 def _attempt(ends: _Ends, rank: int) -> tuple[str, dict[str, Any]]:
-    """Return a transfer in words, such as "send clip 3 at step 14 to rank 1", and error details."""
+    """Return a description of a transfer, and the `details` of errors about it.
+
+    Descriptions can follow "could not", such as "send clip 3 at step 14 to rank 1".
+    """
     direction, clip, step, peer = ends
     is_send, is_hello = direction == "send", clip == _HELLO_CLIP
     details = {"clip": clip, "step": step}

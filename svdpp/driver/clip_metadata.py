@@ -1,4 +1,4 @@
-"""Metadata of a clip, which is the content of the clip's JSON: creation, parsing and checks."""
+"""Creation, parsing and checks of a clip's metadata: the content of the clip's JSON file."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ _LIBRARIES = ("torch", "diffusers", "transformers", "numpy", "pillow", "imageio-
 
 
 def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bool:
-    """Whether two ranks (`cfg_parallel` 2) each evaluate half of the denoiser's batch.
+    """Whether two ranks share each step (`cfg_parallel` 2) by dividing the denoiser's batch.
 
-    Clips of such ranks are not proven to be bitwise equal to diffusers' clips, because kernels may
-    give other bits for half a batch.
+    The batch contains the conditional and the unconditional input of classifier-free guidance, and
+    each rank evaluates one of the two. The clips are then not claimed to be bitwise equal to
+    diffusers' clips, because kernels may give other bits for half a batch.
 
     Args:
         config: Configuration of the pipeline.
@@ -254,7 +255,7 @@ class _ClipMetadata(BaseModel):
     dtype: Dtype
     memory_opt: bool
     channels_last: bool = False
-    # The JSON has each of the next two fields only if the clip was made with the option.
+    # The next two fields are missing from the JSON if the clip was made without these options.
     vae_tiling: bool = False
     attention_backend: str | None = None
     device: Literal["cpu", "cuda"]
@@ -341,8 +342,8 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # The JSON of early clips, which were all SVD's, has no family. SVD's schema accepts this. It is
-    # also used for an unknown family, because its error then names the field `family`.
+    # The JSON of early clips, which were all SVD's, has no family, and SVD's schema accepts this.
+    # For an unknown family, SVD's schema is used too, so that the error names the field `family`.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )

@@ -17,9 +17,9 @@ from svdpp.errors import RequestError, nearest, without_controls
 from svdpp.media import video
 from svdpp.media.prompts import slugify_prompt
 
-# File systems limit the length of a file name in bytes. After `_UNIQUE_BYTES` bytes, there is room
-# for a seed and a suffix. After `_NUMBERED_BYTES` bytes, there is also room for a number such as
-# `-2`.
+# File systems limit the length of a file name in bytes. A name of `_UNIQUE_BYTES` bytes leaves room
+# for a seed and a suffix. A name of `_NUMBERED_BYTES` bytes also leaves room for a number such as
+# `-2`, which makes the name unique.
 _UNIQUE_BYTES = video.MAX_NAME_BYTES - len("_9223372036854775807.webp")
 _NUMBERED_BYTES = _UNIQUE_BYTES - len("-100000")
 #: Names of files that each run writes. A clip cannot have these names.
@@ -126,9 +126,16 @@ def _keep_recorded(
     names: list[str],
     taken: set[str],
 ) -> None:
-    """Give each job the name that an earlier run gave to an equal job; extend `names` and `taken`.
+    """Give each job without a name the name that an earlier run gave to an equal job.
 
     A name is reused only if it is the name in `wanted`, with or without a number such as `-2`.
+
+    Args:
+        jobs: Jobs of the run.
+        wanted: Name that each job would get without the earlier run.
+        recorded: Names that the earlier run gave, by job key.
+        names: Name of each job, empty if the job has none yet. Reused names are written here.
+        taken: All names that are in use. Reused names are added.
     """
     left = {key: list(reversed(each)) for key, each in recorded.items()}
     for index, job in enumerate(jobs):
@@ -167,17 +174,19 @@ def check_out_name(text: str, format: VideoFormat) -> str:
     suffix = video.FORMAT_SUFFIXES[format]
     is_name = bool(text.strip()) and not re.search(r"[/\x00-\x1f\x7f]", text)
     wrong = f"must be the name of a file, without folders, got {shown(text)}"
-    require(is_name and not text.startswith("."), wrong, "such as cat.mp4", value=text[:60])
+    require(
+        is_name and not text.startswith("."), wrong, "use a name such as cat.mp4", value=text[:60]
+    )
     ending = Path(text).suffix.lower()
     if suffix and ending == suffix:
         text = text[: -len(suffix)]
     elif ending in video.FORMAT_SUFFIXES.values() and ending:
-        wrong = f"ends in {ending}, and the clips are {format}"
+        wrong = f"ends in {ending}, but the format of the clips is {format}"
         raise RequestError(wrong, f"leave the suffix out, or use `format` {ending[1:]}")
     num_bytes = len(text.encode("utf-8", "surrogatepass"))
-    wrong = f"is {num_bytes} bytes long, and a name has {_UNIQUE_BYTES} at most"
+    wrong = f"is {num_bytes} bytes long, but at most {_UNIQUE_BYTES} bytes are allowed"
     require(num_bytes <= _UNIQUE_BYTES, wrong, bytes=num_bytes, highest=_UNIQUE_BYTES)
-    require(text not in _OWN_NAMES, f"cannot be {text!r}, a file of the run itself")
+    require(text not in _OWN_NAMES, f"cannot be {text!r}: the run writes a file of this name")
     return text
 
 
@@ -211,11 +220,13 @@ class NameTemplate:
         try:
             parts = list(string.Formatter().parse(text))
         except ValueError as error:
-            raise RequestError(f"{wrong}: {error}", "such as `name` {stem}-{seed}") from error
+            raise RequestError(
+                f"{wrong}: {error}", "write for example `name` {stem}-{seed}"
+            ) from error
         self._used = {field for _, field, _, _ in parts if field is not None}
         for literal, field, spec, conversion in parts:
             has_folder = "/" in literal or "\0" in literal
-            require(not has_folder, f"`name` {text!r} names a folder", "`out` names the folder")
+            require(not has_folder, f"`name` {text!r} names a folder", "give the folder as `out`")
             if field is None:
                 continue
             known = ", ".join(sorted(examples))
@@ -231,7 +242,11 @@ class NameTemplate:
                 format(examples[field], spec or "")
             except ValueError as error:
                 raise RequestError(f"{wrong}: {{{field}:{spec}}}: {error}") from error
-        require(bool(self._used), f"{wrong}: it contains no field", "such as `name` {stem}-{seed}")
+        require(
+            bool(self._used),
+            f"{wrong}: it contains no field",
+            "write for example `name` {stem}-{seed}",
+        )
 
     def render(self, job: RunJob, index: int) -> str:
         """Fill the template with the values of a job, and return the name of the job's clip.
@@ -242,8 +257,8 @@ class NameTemplate:
                 at 1.
 
         Raises:
-            RequestError: The name is empty, begins with a dot, or contains a field whose value
-                is not known before the model is read.
+            RequestError: The name is empty or begins with a dot, or the template uses a field whose
+                value is not known before the model is read.
         """
         sampling, made_from = job.sampling or self._sampling, job.made_from
         media_file, prompt = made_from.media_file, slugify_prompt(made_from.prompt or "")
@@ -260,8 +275,10 @@ class NameTemplate:
             **{field: getattr(sampling, param.name) for field, param in self._params.items()},
         }
         unknown = sorted(field for field in self._used if values[field] is None)
-        wrong = f"`name` needs {', '.join(unknown)}, which only the model determines"
-        require(not unknown, wrong, "give the value as an option")
+        wrong = (
+            f"`name` uses values that are unknown before the model is read: {', '.join(unknown)}"
+        )
+        require(not unknown, wrong, "give their values as options")
         name = self._text.format(**values)
         is_name = bool(name.strip()) and not name.startswith(".")
         require(

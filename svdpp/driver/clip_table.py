@@ -30,9 +30,9 @@ _RESULT_FIELDS = (
 
 
 def read_names(path: Path) -> dict[str, list[str]]:
-    """Return the clips' names (without suffixes) in a run's `clips.jsonl`, by hash of the job.
+    """Return the names (without suffixes) of the clips in a run's `clips.jsonl`, by job hash.
 
-    The hash is that of `job_key`.
+    The hash is that of `job_key`. Equal jobs have the same hash, so a hash can have several names.
 
     Args:
         path: Path of the table, which need not exist.
@@ -58,7 +58,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
 
 
 def read_done(path: Path) -> dict[str, str]:
-    """Return the job's hash of each finished clip in a run's `clips.jsonl`, by the clip's file.
+    """Return the finished clips in a run's `clips.jsonl`: a dict from file name to job hash.
 
     The hash is that of `job_key`.
 
@@ -95,7 +95,7 @@ class ClipTable:
         self._clean: Callable[[str], str] = redaction()
 
     def fill(self, rows: Sequence[str]) -> None:
-        """Replace all rows that `clips.jsonl` will have.
+        """Replace all rows of the table. `RunManifest` writes them to `clips.jsonl` later.
 
         Args:
             rows: Rows as JSON text, from `row_of_clip` and `row_of_error`.
@@ -124,11 +124,11 @@ class ClipTable:
         )
 
     def row_of_error(self, error: Mapping[str, Any], line: int | None) -> str:
-        """Return the row of `clips.jsonl` for a wrong input or jobs file line that gives no clip.
+        """Return the row of `clips.jsonl` for an input from which no clip can be made.
 
         Args:
-            error: Error as a JSON object.
-            line: Number of the line, from 1; None: the run has no jobs file.
+            error: Error of the input (an image, or a line of a jobs file), as a JSON object.
+            line: Number of the line in the jobs file, from 1; None: the run has no jobs file.
         """
         row = {"index": None, "line": line, "state": "failed", "output": None, "error": error}
         return self._text({**row, "job": None})

@@ -85,8 +85,8 @@ def generate(
         layout: Name of the layout. None: `pipeline`.
         num_threads: Number of CPU threads of each rank. None: 1 on CUDA; on the CPU, the number of
             cores divided by the number of ranks.
-        on_result: Function that this thread calls with the result of each clip as the clip
-            finishes.
+        on_result: Function that is called with the result of each clip as the clip finishes, in the
+            thread that called `generate`.
         progress: Whether to show a progress bar on stderr if stderr is a terminal.
         parameters: Sampling parameters, such as `steps`, `frames`, `width` and `fps`, by their
             names in requests or in diffusers.
@@ -139,9 +139,9 @@ def generate(
 
 
 def _find_model(model: str | ModelConfig, device: str) -> tuple[ModelConfig, str, Checkpoint]:
-    """Return for `generate` the model's configuration, the device of the ranks, and the checkpoint.
+    """Return the model's configuration, the device of the ranks, and the model's checkpoint.
 
-    If `model` is only a name, the configuration has the usual precision for model and device.
+    If `model` is a name, the configuration has the usual precision for this model and device.
     """
     config = ModelConfig(name=model) if isinstance(model, str) else model
     require(not config.is_dummy, "the dummy model makes no video files", "use `model` demo")
@@ -171,8 +171,8 @@ def _make_clips(
     progress: bool,
 ) -> list[ClipResult]:
     """Plan the clips of `generate`, and make them; show a progress bar if `progress` is set."""
-    # This import loads torch, which takes seconds. The fork server, which was started before, loads
-    # torch at the same time.
+    # This import loads torch, which takes seconds. So it comes after the start of the fork server
+    # (the parent process of the ranks), which loads torch at the same time.
     from svdpp.driver.pipeline import Pipeline
 
     pipeline = Pipeline(config, checkpoint=checkpoint)
@@ -204,7 +204,7 @@ def _run_plan(
         SvdppError: A clip failed, or the run has ended. The error's attribute `results` has the
             results of the finished clips.
     """
-    from svdpp.driver.clips import ClipResult  # this import loads torch
+    from svdpp.driver.clips import ClipResult  # imported late, because it loads torch
 
     results: dict[int, ClipResult] = {}
     for (index, job), metadata in zip(plan.skipped_jobs, plan.skipped, strict=True):

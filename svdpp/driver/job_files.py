@@ -173,7 +173,7 @@ class JobFile:
             line = 1 if mark is None else mark.line + 1
             yield self.error(line, f"is not YAML: {problem}", problem=str(problem))
         except RecursionError:
-            yield self.error(1, "is not YAML of a jobs file: the nesting is too deep")
+            yield self.error(1, "is not a jobs file in YAML: its values are nested too deeply")
         finally:
             loader.dispose()
 

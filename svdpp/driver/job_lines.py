@@ -62,7 +62,7 @@ MAX_PRINTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Values for fields that a line of a jobs file does not set; facts about the model's inputs."""
+    """Defaults for fields that lines of a jobs file leave out, and inputs that the model takes."""
 
     model: str
     """Name of the model, for messages."""
@@ -111,7 +111,7 @@ class JobLineReader:
         """Return the jobs of a jobs file's valid lines, and the errors of the other lines.
 
         Args:
-            lines: Lines of the file. For a line that could not be parsed, the error.
+            lines: Lines of the file. A line that could not be parsed is replaced by an error.
         """
         jobs, errors = list[RunJob](), list[SvdppError]()
         for line in lines:
@@ -228,7 +228,7 @@ class JobLineReader:
             if name not in self.fields:
                 self._refuse_field(typed)
             elif name in values:
-                wrong = f"contradicts {typed_names[name]}, another name of the same field"
+                wrong = f"is the same field as {typed_names[name]}, which the line has too"
                 self._add(wrong, "give only one of the two", typed)
             else:
                 values[name], typed_names[name] = value, typed
@@ -323,7 +323,7 @@ class JobLineReader:
             if default is not None:
                 return default
             if use == "needed":
-                self._add("is missing", f"the model needs it in each line: {name} FILE", name)
+                self._add("is missing", f"give {name} in each line: the model needs it", name)
             return None
         if not isinstance(value, str):
             wrong = f"must be the name of a file, got {shown(value)}"

@@ -124,11 +124,11 @@ def check_and_name_jobs(
 
 
 def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> PipelineRequest:
-    """Return a copy of a pipeline's request, with ranks that can make the clips of all jobs.
+    """Return a copy of a request, changed so that one pipeline can make the clips of all jobs.
 
     The copy has the sampling parameters of the largest clip and the LoRAs of every clip. If the
-    numbers of steps differ between clips, `steps_vary` is set: the default split then takes any
-    number of steps.
+    number of steps differs between clips, `steps_vary` is set, so that the default split works for
+    every number of steps.
 
     Args:
         request: Request with the sampling parameters of jobs that set none.
@@ -307,8 +307,8 @@ def _order_clips(clips: Sequence[PlannedClip], *, num_first: int) -> list[Planne
     """Return the clips in the order in which the ranks make them.
 
     Clips with the same LoRAs follow each other, so that ranks load each set of LoRAs only once. As
-    an exception, the first `num_first` clips have small images, because the ranks are idle until
-    these images are prepared. The other images are prepared while the ranks work.
+    an exception, the first `num_first` clips have small images or none, because the ranks are idle
+    until these images are prepared. The other images are prepared while the ranks work.
     """
     order = ordered_by_loras(clip.job.made_from.loras for clip in clips)
     by_loras = [clips[index] for index in order]
@@ -388,11 +388,11 @@ def _check_same_parameters(path: Path, existing: dict[str, Any], metadata: dict[
     changed = [name for name in names if existing.get(name) != metadata.get(name)]
     name = changed[0]
     before, now = existing.get(name), metadata.get(name)
-    # The default of `num_threads` depends on the number of ranks, so users may change it without
-    # noticing.
+    # `num_threads` depends by default on the number of ranks, so it may change without the user
+    # noticing. The hint therefore names the value to set.
     same = f"`num_threads` {before} keeps the clip; " if name == "num_threads" else ""
     error = _ChangedClipError(
-        f"{path.name!r} exists with another {name}: {before!r}, now {now!r}",
+        f"{path.name!r} exists with another value of {name}: {before!r} instead of {now!r}",
         same + _REPLACE_OR_KEEP,
         details={"path": str(path), "field": name, "before": before, "now": now},
     )

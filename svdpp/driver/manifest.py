@@ -29,8 +29,8 @@ from svdpp.worker.messages import ActionDone, ClipDone, ClipFailed, Event, Heart
 
 SCHEMA_VERSION = 1
 
-# Minimum time in seconds between two writes of the manifest. It is short enough to follow a run,
-# and long enough for a network folder.
+# Minimum time in seconds between two writes of the manifest. The time is short enough for users who
+# watch the run in the file, and long enough not to overload a network folder.
 _WRITE_SECONDS = 1.0
 # Limit in bytes for a manifest that is read. A manifest with `MAX_CLIPS` clips is far smaller.
 _MAX_BYTES = 2**30
@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        hint = f"name an output folder of svdpp run, or the {MANIFEST} in it"
+        hint = f"give an output folder of svdpp run, or the {MANIFEST} in it"
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
     if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(

@@ -23,8 +23,8 @@ class OutputPolicy:
     """Policy of a run for the output folder, the names of the clips, and existing files.
 
     With `resume`, finished clips are kept, and unfinished clips resume from their checkpoints in
-    `latents_folder`. A run that a launcher has restarted (`is_restarted`) does the same. With
-    `overwrite`, a restarted run also replaces finished clips that have other parameters.
+    `latents_folder`. A run that a launcher has restarted (`is_restarted`) resumes even if `resume`
+    is not set. With `overwrite`, it also replaces finished clips that have other parameters.
     """
 
     folder: Path

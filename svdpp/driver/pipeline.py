@@ -255,7 +255,7 @@ class Pipeline(PipelineRanks):
             return
         try:
             self.close()
-        # a signal has arrived in this thread, or an error has ended the run
+        # `close` raises if an error has ended the run, or if a signal arrives while `close` waits.
         except BaseException as interruption:
             self._leave_by(interruption)
             raise
@@ -265,8 +265,8 @@ class Pipeline(PipelineRanks):
         if failure is None or failure in (error, error.__cause__):
             return
         if isinstance(error, Interrupted) and self.world is not None:
-            # When another rank dies, the launcher interrupts rank 0. The other rank's failure is
-            # the cause.
+            # When another rank dies, the launcher interrupts rank 0. So the failure of the other
+            # rank is the cause, and is raised instead of the interruption.
             raise reraisable(failure)
         error.add_note(f"The run had failed before: {failure}")
 

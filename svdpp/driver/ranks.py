@@ -176,8 +176,8 @@ class PipelineRanks:
         If the rank fails, the process exits. Observers get only the events of this rank.
 
         Args:
-            say: Function that prints the last message of this process. Its arguments are the
-                message, and whether no other process reports the same error.
+            say: Function that prints the last message of this process. Its first argument is the
+                message. The second is True if no other process reports the error.
 
         Raises:
             ClosedError: No launcher has started this process.
@@ -264,8 +264,8 @@ class PipelineRanks:
         begun = self.trace.begun = self.trace.ready = time.monotonic()
         group = self._launch()
         if self.world is not None:
-            # With a launcher, `_launch` meets the other ranks within a deadline of its own. So the
-            # start timeout counts from here.
+            # Under a launcher, `_launch` waits until the other ranks connect, and has a timeout of
+            # its own for that. So `start_timeout_seconds` counts only from here.
             begun = time.monotonic()
         self._supervisor = Supervisor(
             group, self.config, self._on_event, trace=self.trace, begun=begun
@@ -316,8 +316,8 @@ class PipelineRanks:
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                # The same signal ended all ranks; another rank has only reported the signal
-                # earlier.
+                # The same signal has ended all ranks. Another rank has only reported the signal
+                # earlier, and so is not the cause.
                 failure = None
         self._clean_up(failure or error)
         return failure

@@ -64,8 +64,8 @@ def describe_assumed_costs(costs: CostModel) -> str:
         costs: Costs that are assumed because the user gave none.
     """
     if costs.device:
-        of = f"with the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
-        return f"{of}; svdpp profile measures yours"
+        of = f"computed with the costs of {ASSUMED_COSTS} ({costs.device}), not of your device"
+        return f"{of}; svdpp profile measures your device"
     return "no times are known: a step counts as 1 s, all else as 0 s; --costs gives real times"
 
 
@@ -341,7 +341,7 @@ class PipelineRequest:
 
     @cached_property
     def _num_devices(self) -> int:
-        """Number of devices, and of ranks if nobody sets it: `default_world`, or GPUs, or 2."""
+        """Number of devices: `default_world` if set, else the number of GPUs for `cuda`, else 2."""
         if self.default_world is not None:
             return self.default_world
         if self.device != "cuda":
@@ -366,16 +366,17 @@ class PipelineRequest:
         kind = "GPUs" if self.device.startswith("cuda") else "ranks"
         if used < count:
             asked_for_uniform = self._given.get("split") == "uniform"
-            problem = "pairs need an even number"
+            problem = "--cfg-parallel 2 needs an even number"
             if asked_for_uniform:
-                problem = f"{count} do not divide {steps} steps"
-            return f"{used} of {count} {kind}: {problem}"
+                problem = f"{steps} steps cannot be divided evenly between {count}"
+            return f"using {used} of {count} {kind}: {problem}"
         was_uniform = self._requires_even_steps(self.parallel) and "split" not in self.parallel
         is_odd = was_uniform and self._boundary is None
         if is_odd and self._given.get("split") == "balanced":
             best = self._pair_size * largest_world(steps, count // self._pair_size)
             return (
-                f"--split balanced: {count} {kind} do not divide {steps} steps; --gpus {best} does"
+                f"using --split balanced: {steps} steps cannot be divided evenly between {count} "
+                f"{kind}; with --gpus {best} they can"
             )
         return ""
 
@@ -390,7 +391,7 @@ class PipelineRequest:
         if launched is not None:
             require(
                 requested in (None, launched.size),
-                f"`world_size` {requested} disagrees with the launcher's {launched.size} ranks",
+                f"`world_size` {requested} disagrees with the launcher's, which is {launched.size}",
                 "leave `world_size` out",
                 gpus=requested,
                 world_size=launched.size,
@@ -417,8 +418,8 @@ class PipelineRequest:
     @cached_property
     def allows_pairs(self) -> bool:
         """Whether `auto` may choose `cfg_parallel` 2: only if this choice changes no bits."""
-        # Models with two experts call the denoiser once for each branch of the guidance. So two
-        # ranks make the same calls as one rank.
+        # Models with two experts call the denoiser twice in each step: for the conditional and for
+        # the unconditional prediction. Two ranks make the same two calls, so the bits are equal.
         if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):
@@ -466,7 +467,9 @@ class PipelineRequest:
     def _memory(self) -> tuple[dict[str, Any], tuple[float, ...]]:
         """Return the memory of the model's parts (fields of `CostModel`) and of each device in GiB.
 
-        Each of the two values is empty if the value is unknown or, as on the CPU, does not matter.
+        The first value is empty if the user gives `memory_gib`: the costs then have the memory of
+        the parts. Both values are empty on the CPU and for the dummy model, whose layout does not
+        depend on memory.
         """
         if self.memory_gib is not None:
             return {}, self.memory_gib

@@ -16,8 +16,8 @@ from svdpp.worker.messages import ClipBatch, ClipJob
 from svdpp.worker.routes import Router
 
 _LATENTS_KEY = re.compile("[0-9a-f]{64}")
-# Number of clips per rank that `check_routes` tries. Among this number of clips, every route occurs
-# that a split can give to a clip.
+# Number of clips per rank that `check_routes` tries. Every route (which rank runs which steps) that
+# a split can give to a clip occurs among these clips.
 _ROUTES = 4
 
 
@@ -42,7 +42,8 @@ class RequestScheduler:
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
         self.router = Router(config, checkpoint)
-        """Router of the clips. Each rank has an equal router, and so computes the same routes."""
+        """Router that computes which rank runs which steps of a clip. Each rank has an equal
+        router, so requests are sent to the ranks without routes."""
 
     def resolve_request(self, request: ClipRequest) -> ClipRequest:
         """Return a clip's request with resolved sampling parameters and the paths of its LoRAs.

@@ -1,4 +1,4 @@
-"""Resolution of configurations: the model's defaults replace None. Estimates of ranks' memory."""
+"""Resolution of configurations (the model's defaults replace None), and memory of the ranks."""
 
 from __future__ import annotations
 
@@ -105,10 +105,12 @@ def components_on_host(
 
 
 def _roles_on_host(config: PipelineConfig, world: World | None) -> set[Roles]:
-    # If world and configuration have different sizes, a later check raises an error.
+    # If the launcher's world and the configuration have different sizes, a later check raises an
+    # error. Until then, any set of roles will do.
     if world is None or world.size != config.world_size:
         return set(config.layout.roles)
-    # torchrun, and srun by default, number the ranks host by host.
+    # torchrun, and srun by default, number the ranks host by host, so the ranks of this host are
+    # consecutive. In case they are not, at least this process's own rank is included.
     first = world.rank - world.local_rank
     return {*config.layout.roles[first : first + world.local_size], config.layout.roles[world.rank]}
 
@@ -324,11 +326,13 @@ def _total_bytes_needed(
 def _are_shared(config: PipelineConfig, checkpoint: Checkpoint, roles: Roles) -> bool:
     """Whether all ranks on this host that have these roles share one copy of the weights.
 
-    Ranks on the CPU map the same pages of a weight file if it has the dtype that they load.
+    Ranks on the CPU map weight files into memory, and share the pages of a file that already has
+    the dtype to load. Otherwise each rank converts the weights into its own copy.
     """
 
     def is_mapped(part: str) -> bool:
-        if checkpoint.denoiser_file(part) is not None:  # diffusers copies the tensors of GGUF files
+        if checkpoint.denoiser_file(part) is not None:
+            # diffusers copies the tensors of GGUF files, so ranks cannot share the pages.
             return False
         dtype = "fp32" if part in checkpoint.spec.fp32_components else config.model.dtype
         dtypes = {*chain(*checkpoint.weight_files(part).values())}

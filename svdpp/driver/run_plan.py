@@ -127,7 +127,9 @@ class RunPlan:
 
 
 def submit_and_collect(pipeline: Pipeline, clips: RunPlan) -> Iterator[ClipResult]:
-    """Submit clips in batches, and yield their results. Batches overlap, so ranks never idle.
+    """Submit clips in batches, and yield their results as the clips finish.
+
+    The next batch is submitted before the current batch is finished, so that no rank is idle.
 
     Args:
         pipeline: Pipeline whose ranks have started.

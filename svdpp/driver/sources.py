@@ -87,8 +87,8 @@ class SourceReader:
         if not any(isinstance(source, Mapping) for source in sources):
             return self._combine(sources, _listed(prompts), negative_prompt, _listed(seeds))
         is_product = prompts is not None or seeds != 0
-        wrong = "`prompts` and `seeds` are for images: each dict is one clip"
-        require(not is_product, wrong, "write prompt and seed into the dicts")
+        wrong = "`prompts` and `seeds` cannot be combined with dicts: each dict is one clip"
+        require(not is_product, wrong, "write the prompt and the seed of each clip into its dict")
         return self._read(sources, negative_prompt)
 
     def sampling(self, *, from_image: bool) -> SamplingConfig:
@@ -118,7 +118,7 @@ class SourceReader:
         seeds: Sequence[int],
     ) -> list[RunJob]:
         nothing = "there is neither an image nor a prompt"
-        require(bool(images or prompts), nothing, 'such as generate("photo.jpg")')
+        require(bool(images or prompts), nothing, 'write for example generate("photo.jpg")')
         files: list[MediaFile | None] = [None]
         if images:
             paths = [self._path(image, index) for index, image in enumerate(images)]
@@ -165,7 +165,7 @@ class SourceReader:
         if isinstance(image, str | os.PathLike):
             return os.fspath(image)
         kind = type(image).__name__
-        wrong = f"{input_label(index)} must be a path, an image of PIL or a dict, got {kind}"
+        wrong = f"{input_label(index)} must be a path, a PIL image or a dict, got {kind}"
         require(isinstance(image, Image.Image), wrong, index=index)
         if id(image) not in self._saved:
             name = Path(getattr(image, "filename", "") or "image").stem
@@ -207,18 +207,31 @@ def input_label(index: int) -> str:
 
 
 def _by_field_name(parameters: Mapping[str, Any], family: str) -> dict[str, Any]:
-    """Return sampling parameters by field name; `generate` also accepts keys such as `steps`."""
+    """Return sampling parameters with keys such as `steps` replaced by names of fields.
+
+    Args:
+        parameters: Parameters by the names in jobs files (`steps`) or by the names of fields
+            (`num_inference_steps`).
+        family: Family of the model.
+
+    Raises:
+        RequestError: A name is unknown, or two names mean the same parameter.
+    """
     kind: Any = SAMPLING_CLASSES[family]
     names = {"fit": "fit"}
     for name, param in params_of(kind).items():
         names |= {name: name, param.field: name}
     values: dict[str, Any] = {}
     for typed, value in parameters.items():
-        hint = nearest(typed, (*names, *_ARGUMENTS), f"svdpp models {family} lists them")
+        hint = nearest(typed, (*names, *_ARGUMENTS), f"svdpp models {family} lists the parameters")
         unknown = f"{typed!r} is neither an argument of generate nor a parameter of {family}"
         require(typed in names, unknown, hint, parameter=typed, family=family)
         name = names[typed]
-        require(name not in values, f"{typed!r} is given twice, by two names", parameter=typed)
+        require(
+            name not in values,
+            f"{typed!r} is another name of a parameter that is already given",
+            parameter=typed,
+        )
         values[name] = value
     return values
 

@@ -246,6 +246,7 @@ class Supervisor:
         event, error = self._failures[rank], self._error(rank)
         if type(error) is not SvdppError and not isinstance(error, RankError):
             # Errors about input, output, model or memory are clear without the clip and the step.
+            # So their messages stay as they are.
             error.details.setdefault("rank", rank)
             return error
         where = describe_position(event.action, event.step)
@@ -297,7 +298,7 @@ class Supervisor:
             if output is None:
                 cause = f"could not import your script: {MAIN_GUARD_HINT}"
             elif hint:
-                cause = f"ended with exit code {code}: the system starts no further thread for it"
+                cause = f"ended with exit code {code}: the system refused to start a thread"
             return self._rank_error(rank, cause, hint, "died here", exit_code=code)
         if -code == signal.SIGKILL:
             hint = _NO_MEMORY
@@ -395,9 +396,9 @@ class StallDetector:
     All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
     without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
     ranks have joined, a rank is also stalled if it makes no progress for `timeout_seconds` and does
-    not wait for another rank. If all busy ranks wait for each other for that long, the rank with
-    the oldest progress is stalled. `states` has an entry for each rank. All times are in seconds on
-    the same clock.
+    not wait for another rank. If all busy ranks wait for each other for that long, the rank that
+    made progress the longest time ago counts as stalled. `states` has an entry for each rank. All
+    times are in seconds on the same clock.
 
     Args:
         config: Configuration with the timeouts.
@@ -422,7 +423,8 @@ class StallDetector:
             now: Current time on the detector's clock.
         """
         if isinstance(event, RankStats):
-            # A separate thread of the rank sends `RankStats`, even if the rank is stalled.
+            # A separate thread of the rank sends `RankStats` even if the rank is stalled, so this
+            # event does not show that the rank is working.
             return
         self._discount_pause(now)
         state = self.states[rank]
@@ -465,7 +467,10 @@ class StallDetector:
             limit = self._heartbeat_timeout * (1 if state.joined else _PATIENCE_AT_START)
             if state.started and now - state.last_message > limit:
                 reason = f"has sent no heartbeat for {now - state.last_message:.0f} s"
-                hint = "check whether it is stopped, or its machine is out of memory or unreachable"
+                hint = (
+                    "check whether the rank's process is stopped, and whether its machine is out "
+                    "of memory or unreachable"
+                )
                 numbers = {"silent_seconds": now - state.last_message, "limit_seconds": limit}
                 return Stall(rank, reason, hint, numbers)
         if self.all_joined:

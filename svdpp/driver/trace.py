@@ -71,7 +71,7 @@ class MeasuredCosts:
         self._has_pairs = False
 
     def add(self, event: Event) -> None:
-        """Record the seconds of work in a rank's event; ignore events without a time."""
+        """Record the duration that a rank's event reports; ignore events without a duration."""
         match event:
             case StepDone():
                 self._add("step", event.seconds)
@@ -290,7 +290,7 @@ class Trace:
 
     @property
     def received(self) -> list[TransferSpan]:
-        """Transfers of packets as the receivers have measured them; each occurs only once."""
+        """Transfers of packets, as measured by the receivers, so that each one occurs only once."""
         return [transfer for transfer in self.transfers if transfer.direction == "recv"]
 
     def summary(self) -> Forecast:

@@ -346,7 +346,7 @@ def test_a_clip_with_references_is_made_verified_and_resumed(tmp_path: Path) -> 
     assert_error(ask("verify", str(clip)), 7, "the reference_1 of", "--image FOLDER")
     succeed("verify", str(clip), "--image", str(inputs))
     both = (f"run {line} {ON_CPU}", str(first), *("--reference", str(first)) * 2, *out)
-    assert_error(ask(*both, "--resume"), 2, "exists with another references_sha256")
+    assert_error(ask(*both, "--resume"), 2, "exists with another value of references_sha256")
 
 
 @pytest.mark.slow
@@ -400,7 +400,7 @@ def test_a_clip_that_ends_at_an_image_is_made_verified_and_resumed(tmp_path: Pat
     (tmp_path / "out" / "moved.jpg").unlink()
     assert_error(ask("verify", str(clip)), 7, "the last_image of", "--image FOLDER")
     shutil.copy(example_images()[2], last)
-    assert_error(ask(*asked, "--resume"), 2, "exists with another last_image_sha256")
+    assert_error(ask(*asked, "--resume"), 2, "exists with another value of last_image_sha256")
     assert_error(ask(f"run {line}", str(first), *out, "--resume"), 2, "another last_image_sha256")
     succeed(*asked, "--overwrite")
     assert metadata_of(clip)["latents_sha256"] != record["latents_sha256"]
@@ -469,7 +469,7 @@ def test_clips_of_a_gguf_file_are_made_verified_and_told_apart(tmp_path: Path) -
     assert "bitwise equal" in succeed("verify", str(clip)).out
     assert "was finished" in succeed(f"run {model}", *used, *out, "--resume").out
     other = ask(f"run {model}", "--denoiser", str(four), *out, "--resume")
-    assert_error(other, 2, "exists with another denoiser")
+    assert_error(other, 2, "exists with another value of denoiser")
     succeed(f"verify {model}", "--denoiser", str(four))
 
     shutil.copy(four, eight)
@@ -497,7 +497,7 @@ def test_clips_with_loras_are_made_verified_and_told_apart(folder: Path, tmp_pat
     assert "was finished" in succeed(asked, *loras, *out, "--resume").out
     for others in ((), (*loras[:2], "--lora", f"{low}:0.9:low")):
         other = ask(asked, *others, *out, "--resume")
-        assert_error(other, 2, "exists with another lora")
+        assert_error(other, 2, "exists with another value of lora")
 
     save_tiny_lora(folder / "wan", high, seed=3)
     changed = ask("verify", str(clip))

@@ -237,19 +237,47 @@ def test_what_plan_prints_is_what_run_does(options: str) -> None:
         ("cuda", 3, {"steps": 6}, 3, "uniform", ""),
         ("cuda", 1, {"steps": 6}, 1, "uniform", ""),
         ("cpu", 3, {"steps": 28}, 2, "uniform", ""),
-        ("cuda", 4, {"steps": 50}, 4, "balanced", "4 GPUs do not divide 50 steps; --gpus 2 does"),
-        ("cuda", 8, {"steps": 28}, 8, "balanced", "--split balanced: 8 GPUs do not divide 28"),
-        ("cpu", 3, {"steps": 25, "layout": "pipeline"}, 2, "balanced", "2 ranks do not divide 25"),
-        ("cuda", 4, {"steps": 25, "decoders": 2}, 4, "balanced", "4 GPUs do not divide 25 steps"),
+        (
+            "cuda",
+            4,
+            {"steps": 50},
+            4,
+            "balanced",
+            "50 steps cannot be divided evenly between 4 GPUs; with --gpus 2 they can",
+        ),
+        ("cuda", 8, {"steps": 28}, 8, "balanced", "using --split balanced: 28 steps"),
+        (
+            "cpu",
+            3,
+            {"steps": 25, "layout": "pipeline"},
+            2,
+            "balanced",
+            "25 steps cannot be divided evenly between 2 ranks",
+        ),
+        (
+            "cuda",
+            4,
+            {"steps": 25, "decoders": 2},
+            4,
+            "balanced",
+            "25 steps cannot be divided evenly between 4 GPUs",
+        ),
         (
             "cuda",
             4,
             {"steps": 50, "split": "uniform"},
             2,
             "uniform",
-            "2 of 4 GPUs: 4 do not divide",
+            "using 2 of 4 GPUs: 50 steps cannot be divided",
         ),
-        ("cuda", 7, {"steps": 30, "cfg_parallel": "2"}, 6, "uniform", "6 of 7 GPUs: pairs need an"),
+        (
+            "cuda",
+            7,
+            {"steps": 30, "cfg_parallel": "2"},
+            6,
+            "uniform",
+            "6 of 7 GPUs: --cfg-parallel 2 needs an even",
+        ),
         # These layouts do not need a number of ranks that divides the steps.
         ("cpu", 3, {"steps": 25, "split": "alternating"}, 2, "alternating", ""),
         ("cpu", 3, {"steps": 25, "layout": "data-parallel"}, 2, "uniform", ""),
@@ -279,14 +307,12 @@ def test_commands_agree_on_ranks_that_do_not_divide_the_steps() -> None:
 
     With `--gpus`, such a number of ranks is refused.
     """
-    said = "ranks do not divide 25 steps; --gpus 1 does\n"
+    said = "using --split balanced: 25 steps cannot be divided evenly between"
     planned = svdpp_here("plan", "--steps", "25", "--json")
     assert json.loads(planned.out)["split"] == "balanced"
-    assert planned.err.startswith(
-        "--split balanced: 4 GPUs do not divide 25 steps; --gpus 1 does\n"
-    )
+    assert planned.err.startswith(f"{said} 4 GPUs; with --gpus 1 they can\n")
     ran = svdpp_here("run", PHOTO, *DEMO, *TINY, "--steps", "25", "--dry-run")
-    assert ran.err.startswith(f"--split balanced: 2 {said}")
+    assert ran.err.startswith(f"{said} 2 ranks; with --gpus 1 they can\n")
     for command in ("plan", f"run {PHOTO} --model demo --device cpu", "simulate", "verify"):
         refused = svdpp_here(*command.split(), "--steps", "25", "--gpus", "2")
         assert_error(refused, 2, "25 steps cannot be split evenly over 2 ranks; the nearest")

@@ -122,7 +122,7 @@ def test_a_wrong_template_is_refused(template: str, words: str) -> None:
 
 
 def test_a_template_cannot_make_every_name() -> None:
-    with pytest.raises(RequestError, match="needs frames, which only the model determines"):
+    with pytest.raises(RequestError, match="unknown before the model is read: frames"):
         name_jobs([line(1, "a.jpg")], template=NameTemplate("{frames}", SvdSampling()))
     with pytest.raises(RequestError, match=r"makes the name '\.a'"):
         name_jobs([line(1, "a.jpg")], template=NameTemplate(".{stem}", SvdSampling()))

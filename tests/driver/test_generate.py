@@ -129,10 +129,10 @@ def test_an_image_in_memory_counts_as_it_is_and_is_saved_once(tmp_path: Path) ->
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"stepz": 4}, RequestError, "'stepz' is neither an argument"),
-    ({"steps": 4, "num_inference_steps": 4}, RequestError, "given twice"),
+    ({"steps": 4, "num_inference_steps": 4}, RequestError, "already given"),
     ({"steps": 0}, RequestError, "`num_inference_steps` must be 1 to"),
     ({"inputs": ()}, RequestError, "neither an image nor a prompt"),
-    ({"inputs": [3]}, RequestError, r"inputs\[0\] must be a path, an image of PIL or a dict"),
+    ({"inputs": [3]}, RequestError, r"inputs\[0\] must be a path, a PIL image or a dict"),
     ({"inputs": "gone.jpg"}, InputError, "'gone.jpg' does not exist"),
     ({"inputs": Image.new("F", (64, 64))}, InputError, r"inputs\[0\] has 32-bit grey levels"),
     ({"prompts": "a cat"}, RequestError, "takes no prompt"),

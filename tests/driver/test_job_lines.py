@@ -207,7 +207,7 @@ def test_what_cannot_be_read_is_named_by_its_line(kind: str, text: str, words: s
         ('{"prompt": "a", "steps": [4]}', "steps: must be a whole number, got [4]"),
         (
             '{"prompt": "a", "steps": 4, "num_inference_steps": 4}',
-            "num_inference_steps: contradicts steps, another name of the same field",
+            "num_inference_steps: is the same field as steps, which the line has too",
         ),
         ('{"prompt": "a", "frames": 6}', "frames: must be a multiple of 4 plus 1, got 6"),
         ('{"prompt": "a", "frames": 5, "seconds": 1}', "seconds: contradicts frames"),
@@ -223,7 +223,10 @@ def test_what_cannot_be_read_is_named_by_its_line(kind: str, text: str, words: s
         ('{"prompt": "a", "image": "none.jpg"}', "image: "),
         ('{"prompt": "a", "out": "../up.mp4"}', "out: must be the name of a file, without folders"),
         ('{"prompt": "a", "out": ".hidden"}', "out: must be the name of a file"),
-        ('{"prompt": "a", "out": "a.gif"}', "out: ends in .gif, and the clips are mp4"),
+        (
+            '{"prompt": "a", "out": "a.gif"}',
+            "out: ends in .gif, but the format of the clips is mp4",
+        ),
         ('{"prompt": "a", "priority": 5}', "priority: is only for servers"),
         ('{"prompt": "a", "motion_bucket_id": 5}', "motion_bucket_id: is unknown"),
     ],

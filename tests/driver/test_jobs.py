@@ -217,7 +217,7 @@ def test_a_restart_keeps_what_is_as_asked_for(
     restarted = _plan(media_file, replace(policy, is_restarted=True))
     assert [len(restarted.skipped), len(restarted.requests)] == [is_kept, not is_kept]
     if not is_kept:
-        with pytest.raises(RequestError, match="exists with another fps"):
+        with pytest.raises(RequestError, match="exists with another value of fps"):
             _plan(media_file, OutputPolicy(folder=tmp_path, is_restarted=True))
     with pytest.raises(RequestError, match="contradict each other"):
         _plan(media_file, replace(policy, resume=True))
@@ -234,7 +234,7 @@ def test_a_changed_line_is_made_again_but_no_clip_of_another_model(
     (clip,) = _plan(media_file, policy, changed).clips
     assert clip.replaces
     for other in ({"num_threads": 2}, {"model": ModelConfig(name="demo", dtype="bf16")}):
-        with pytest.raises(RequestError, match=r"exists with another (num_threads|dtype)"):
+        with pytest.raises(RequestError, match=r"exists with another value of (num_threads|dtype)"):
             _plan(media_file, policy, replace(changed, **other))  # type: ignore[arg-type]
     Path(output.json_path).unlink()
     Path(output.path).write_bytes(b"a film of somebody else's")
@@ -301,7 +301,9 @@ def test_half_a_clip_is_not_replaced_unasked(
         _plan(media_file, OutputPolicy(folder=tmp_path))
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == left
     other = replace(CONFIG, sampling=replace(CONFIG.sampling, num_inference_steps=4))
-    with pytest.raises(RequestError, match="exists with another num_inference_steps: 2, now 4"):
+    with pytest.raises(
+        RequestError, match="exists with another value of num_inference_steps: 2 instead of 4"
+    ):
         _plan(media_file, OutputPolicy(folder=tmp_path, resume=True), other)
     assert len(_plan(media_file, OutputPolicy(folder=tmp_path, overwrite=True)).requests) == 1
 

@@ -59,7 +59,9 @@ def test_clips_are_recorded_resumed_and_proven_with_their_backend(
     assert kept.code == 0, kept
     assert metadata_of(tmp_path / f"{clip.name}.json") == before
     other = ask("run", wan, *out, "--resume")
-    assert_error(other, 2, f"exists with another attention_backend: {MATH!r}, now None")
+    assert_error(
+        other, 2, f"exists with another value of attention_backend: {MATH!r} instead of None"
+    )
 
 
 @pytest.mark.slow
