@@ -50,12 +50,12 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Interface to the other rank of a pair: two ranks that divide the work of each step."""
+    """Interface to the other rank of a pair. The two ranks divide the work of each step."""
 
     branch: int
-    """Position of this rank in the pair, 0 or 1. Usually, rank 0 of the pair evaluates the guidance
-    branch that the pipeline evaluates first (or puts first in the batch), and rank 1 evaluates the
-    other branch."""
+    """Position of this rank in the pair, 0 or 1. Usually, the rank with 0 evaluates the guidance
+    branch that the pipeline evaluates first (or puts first in the batch), and the rank with 1
+    evaluates the other branch."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """Compute this rank's tensors, and exchange them for those of the pair's other rank.
