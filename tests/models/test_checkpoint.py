@@ -126,7 +126,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
         config(CLIP_CONFIG, quantization_config={"quant_method": "torchao"}),
         "svdpp runs no weights that are quantised by 'torchao': only denoisers may be",
     ),
-    "no object": (config(CONFIG, quantization_config=[1]), "quantised: no test compares their"),
+    "no object": (config(CONFIG, quantization_config=[1]), "quantised: svdpp has no test that"),
     "a nested kernel of the hub": (
         config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),
         "the key 'text_config.attn_implementation' is not supported",
