@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about LoRA tensors that are ignored because they fit no weight of the model."""
+        """Sentences about LoRA tensors that are ignored because the model does not take them."""
         files = (*self.loras, *self.clip_loras.values())
         return [file.remark for file in files if file.remark]
 

@@ -101,8 +101,8 @@ class LoraFile:
         total = sum(self.ignored.values())
         noun = "tensor is" if total == 1 else "tensors are"
         return (
-            f"{display_name(self.path.name)}: {total} {noun} ignored, because the model has no "
-            f"place for: {parts}"
+            f"{display_name(self.path.name)}: {total} {noun} ignored, because the model takes "
+            f"no such tensors: {parts}"
         )
 
 
