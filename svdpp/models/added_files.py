@@ -21,6 +21,8 @@ _Content = TypeVar("_Content")
 def check_experts(files: Iterable[AddedFile], checkpoint: Any) -> None:
     """Check that LoRA or GGUF files name an expert if and only if the model has two experts.
 
+    The experts are the two denoisers of models such as Wan 2.2 A14B, each for a part of the steps.
+
     Args:
         files: Requested files.
         checkpoint: Checkpoint of the model, without weights.

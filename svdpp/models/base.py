@@ -9,9 +9,11 @@ import torch
 from PIL import Image
 
 #: Names of the tensors in a packet. A packet is the state of a clip that one rank sends to the
-#: next: the latent, the scheduler's state, the denoiser's output, the random generator's state, and
-#: the structure (JSON in host memory). If a packet has several tensors of one kind, their names
-#: begin with the name of the kind, as in `scheduler.1`.
+#: next: the latent, the scheduler's state, the random generator's state, results of the encode, and
+#: the structure (JSON in host memory, which describes all tensors and contains the plain values).
+#: The two ranks of a pair also exchange the denoiser's output (`prediction`) in each step. If a
+#: packet has several tensors of one kind, their names begin with the name of the kind, as in
+#: `scheduler.1`.
 LATENTS, STATE, PREDICTION = "latents", "scheduler", "prediction"
 GENERATOR, STRUCTURE = "generator", "structure"
 #: Names of the tensors that a rank returns when it decodes a part of a clip: one tensor `frames`,
@@ -48,11 +50,12 @@ AfterStep = Callable[[int, torch.Tensor], None]
 
 
 class Partner(Protocol):
-    """Interface to the other rank of a pair. Both ranks run the same steps, one branch each."""
+    """Interface to the other rank of a pair. The two ranks divide the work of each step."""
 
     branch: int
-    """Guidance branch that this rank evaluates in each step: 0 for the one that the pipeline
-    evaluates first (or puts first in the batch), 1 for the other."""
+    """Position of this rank in the pair, 0 or 1. Usually, the rank with 0 evaluates the guidance
+    branch that the pipeline evaluates first (or puts first in the batch), and the rank with 1
+    evaluates the other branch."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """Compute this rank's tensors, and exchange them for those of the pair's other rank.

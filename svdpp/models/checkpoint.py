@@ -81,8 +81,8 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Folders of the components for which the index of a modular pipeline names a variant, or a
-    place other than `folder/NAME`. All other components are in `folder/NAME`."""
+    """Folders of the components that are not in `folder/NAME`, or for which the index of a modular
+    pipeline names a variant. All components that are not listed here are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
@@ -109,15 +109,15 @@ class Checkpoint:
     scheduler_config: Mapping[str, Any] = field(hash=False)
     """Values of the scheduler's config; empty if there is no scheduler."""
     size_multiple: tuple[int, int]
-    """A frame's height must be a multiple of the first number of pixels, its width of the
-    second."""
+    """Units of height and width in pixels: a frame's height must be a multiple of the first number,
+    and its width must be a multiple of the second."""
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
     """Smallest and largest number of frames of a clip, and the reason for these limits."""
     image_sizes: tuple[int, int] | None = None
-    """Arguments `target` and `unit` of `check_image_size`, in pixels, which limit the size of clips
-    from an image. None: any size is allowed."""
+    """Two numbers of pixels that limit the size of clips from an image: the side of a square clip,
+    and the unit of height and width (`target` and `unit` of `check_image_size`). None: no limit."""
     image_use: InputUse
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
@@ -128,7 +128,7 @@ class Checkpoint:
     """Reason why this checkpoint takes no last image, although other checkpoints of the family
     do."""
     unused_parameters: tuple[str, ...] = ()
-    """Sampling parameters of the family that have no effect on this model."""
+    """Names of the family's sampling parameters that have no effect on this model."""
     boundary_ratio: float | None = None
     """Timesteps below this fraction of the training timesteps are run by `transformer_2`, the
     low-noise expert. None: the model has only one denoiser."""
@@ -151,7 +151,7 @@ class Checkpoint:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about LoRA tensors that are ignored because they fit no weight of the model."""
+        """Sentences about LoRA tensors that are ignored because the model does not take them."""
         files = (*self.loras, *self.clip_loras.values())
         return [file.remark for file in files if file.remark]
 
@@ -162,7 +162,7 @@ class Checkpoint:
 
     @property
     def num_experts(self) -> int:
-        """Number of denoisers that divide the steps: 2 for Wan 2.2 A14B, else 1."""
+        """Number of denoisers that share the steps, such as 2 for Wan 2.2 A14B; usually 1."""
         return 1 if self.boundary_ratio is None else 2
 
     @property
@@ -174,7 +174,7 @@ class Checkpoint:
     def external_components(self) -> dict[str, str]:
         """Repository and commit of each component that is not in the checkpoint's own repository.
 
-        `OWNER/NAME@COMMIT` by component name.
+        The keys are component names, and the values are texts such as `OWNER/NAME@COMMIT`.
         """
         return {
             each.part: f"{each.repository}@{snapshot_commit(each.root)}"
@@ -236,7 +236,7 @@ class Checkpoint:
             if use == "refused" and is_given:
                 raise RequestError(f"{self.label} takes no {what.split()[-1]}", "leave it out")
         if self.prompt_use == "needed" and not (request.prompt or "").strip():
-            raise RequestError("`prompt` is empty", 'say what happens, as in `prompt` "a wave"')
+            raise RequestError("`prompt` is empty", 'describe the clip, as in `prompt` "a wave"')
         if request.negative_prompt is not None and not (request.prompt and sampling.uses_guidance):
             raise RequestError(
                 "`negative_prompt` has no effect without a prompt and guidance",
@@ -311,7 +311,7 @@ class Checkpoint:
             raise RequestError(wrong, "leave `last_image` out", details={"reason": reason})
 
     def weight_files(self, part: str) -> Mapping[Path, list[str]]:
-        """Return the weight files of a component: the dtypes of each file's tensors, by path.
+        """Return the weight files of a component: each file's path, with the dtypes of its tensors.
 
         Raises:
             ModelError: A file is missing or damaged, or the weights are quantised.
@@ -365,7 +365,7 @@ class Checkpoint:
         return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
 
     def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
-        """Return the weight files of those components that are not in another repository.
+        """Return the weight files of components, except components from another repository.
 
         Args:
             parts: Names of components with weights.
@@ -533,7 +533,7 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     try:
         yield local
     except ModelError as error:
-        hint = "copy or download the folder again, or `model` demo"
+        hint = "copy or download the folder again, or use `model` demo"
         if local is None:
             # The hint's command downloads only the damaged file, because a model can have 126 GB.
             file = str(error.details.get("file", ""))
@@ -559,8 +559,8 @@ def _local_folder(name: str) -> Path | None:
             f"{display_name(name)} is a single file, but svdpp reads only folders and hub models",
             "use `denoisers` FILE.gguf, with `model` for the checkpoint that the file was made from"
             if path.endswith(".gguf")
-            else "in diffusers: PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then "
-            "`model` FOLDER",
+            else "in diffusers, call PIPELINE.from_single_file(FILE).save_pretrained(FOLDER), then "
+            "use `model` FOLDER",
         )
     is_path = os.path.exists(path) or name.startswith((".", "~", "/")) or "\\" in name
     if is_path or name.count("/") > 1:

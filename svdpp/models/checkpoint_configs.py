@@ -116,7 +116,7 @@ def read_index(folder: Path, requested_family: str | None) -> tuple[JsonFile, st
     raise RequestError(
         f"{index.label} names the pipeline {name}, which `family` {short_repr(requested_family)} "
         "does not run",
-        f"`family` {' or '.join(families)}",
+        f"use `family` {' or '.join(families)}",
     )
 
 
@@ -142,7 +142,8 @@ class Configs:
         #: Values of the scheduler's config; empty if the family has no scheduler.
         self.scheduler_config: Mapping[str, Any] = {}
         parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
-        #: Folders of components, as in `Checkpoint.component_folders`.
+        #: Folders of the components that are not in `folder/NAME`, or for which the index names a
+        #: variant; see `Checkpoint.component_folders`.
         self.folders = find_component_folders(index, parts, folder, model, is_local=is_local)
         folders = {part: ComponentFolder(part, folder, part) for part in parts}
         folders |= {each.part: each for each in self.folders}
@@ -192,10 +193,10 @@ class Configs:
         raise self.index.error(
             f"the scheduler {short_repr(name)} is not supported: svdpp's tests cover this family "
             f"only with {' and '.join(tested)}",
-            f"`family` {fitting[0]}"
+            f"use `family` {fitting[0]}"
             if fitting
-            else f"in diffusers: pipe.scheduler = {first}.from_config(pipe.scheduler.config"
-            f"{_FURTHER_ARGUMENTS.get(first, '')}), then pipe.save_pretrained(FOLDER)",
+            else f"in diffusers, set pipe.scheduler = {first}.from_config(pipe.scheduler.config"
+            f"{_FURTHER_ARGUMENTS.get(first, '')}), then call pipe.save_pretrained(FOLDER)",
             details={"scheduler": name, "supported": list(tested)},
         )
 
@@ -210,27 +211,28 @@ class Configs:
         return replace(config, values={**defaults, **config.values})
 
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
-        """Return the numbers of pixels of which a frame's height and width must be multiples.
+        """Return the units of height and width in pixels; check the VAE's compression of frames.
 
-        A clip of another size would not fill whole positions of the latent. diffusers would round
-        the size, or the number of frames, down: the clip would be smaller or shorter than
-        requested.
+        The height and width of a clip must be multiples of these units, and its number of frames
+        must fit the VAE. Otherwise diffusers would round them down, and the clip would be smaller
+        or shorter than requested.
 
         Args:
-            size_multiple: Multiples for height and width that the family needs apart from the VAE.
-            frames_unit: The family's clips have a multiple of this number of frames, plus a
-                constant. 1: the family checks the number of frames itself.
+            size_multiple: Units of height and width that the family needs apart from the VAE.
+            frames_unit: Unit of the number of frames: a clip of the family has a multiple of this
+                number of frames, plus a constant (for example, 4 * n + 1 frames). 1: the family
+                checks the number of frames itself.
 
         Raises:
-            ModelError: The number of frames that the VAE compresses to one does not divide
-                `frames_unit`.
+            ModelError: `frames_unit` is not a multiple of the number of frames that the VAE
+                compresses to one.
         """
         vae = self.of("vae")
         side, frames = _compression(vae.values)
         if frames_unit > 1 and frames_unit % frames:
             raise vae.error(
-                f"the VAE compresses {frames} frames to one, but this number must divide "
-                f"{frames_unit}",
+                f"the VAE compresses {frames} frames to one, but this family needs a VAE for which "
+                f"this number is a divisor of {frames_unit}",
                 UNSUPPORTED_HINT,
                 details={"frames": frames, "frames_unit": frames_unit},
             )
@@ -239,9 +241,9 @@ class Configs:
 
 
 def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
-    """Return a VAE's compression: in space (of height and width), and in time (of frames).
+    """Return a VAE's compression factors: in space (of height and width), and in time (of frames).
 
-    A compression that the config does not have is 1. For example, an image VAE does not compress
+    A factor is 1 if the config does not contain it. For example, an image VAE does not compress
     time.
     """
     scaling, blocks = vae.get("spatio_temporal_scaling"), vae.get("block_out_channels")

@@ -176,7 +176,9 @@ class DummyModel:
         return own
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Return a small black frame for each frame of a dummy clip, in the time that `costs` has.
+        """Return a small black frame for each frame of a dummy clip.
+
+        If `costs` is given, the call takes at least the seconds of a decode in `costs`.
 
         Args:
             tensors: Clip's state after the last step, which is not used.
@@ -188,7 +190,9 @@ class DummyModel:
         return self.decode_part(tensors, DecodeRange(0, count, count))[FRAMES]
 
     def decode_part(self, tensors: Tensors, part: DecodeRange) -> Tensors:  # noqa: ARG002
-        """Return the black frames of one part of a dummy clip, in the time that `costs` has.
+        """Return the black frames of one part of a dummy clip.
+
+        If `costs` is given, the call takes at least the part's share of the decode's seconds.
 
         Args:
             tensors: Clip's state after the last step, which is not used.
@@ -226,7 +230,7 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Sleep after the `with` block's work, until `share` of the time in `costs` has passed."""
+        """Make the `with` block last at least `share` of the seconds in `costs`, by a sleep."""
         start = time.monotonic()
         yield
         if self.costs is not None:

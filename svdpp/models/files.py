@@ -26,8 +26,8 @@ from svdpp.errors import ModelError, first_line, is_out_of_memory, redact
 UNSUPPORTED_HINT = "use another checkpoint: svdpp models lists the families that svdpp runs"
 #: Hint of errors about quantised weights.
 QUANTISED_HINT = (
-    "use the checkpoint that it was made from; many families also take a quantised denoiser from "
-    "a GGUF file: `denoisers` FILE.gguf"
+    "use the original checkpoint, which is not quantised; many families also take a quantised "
+    "denoiser from a GGUF file: `denoisers` FILE.gguf"
 )
 #: Hint of errors about a name that is neither a folder nor a model on the hub.
 MODEL_HINT = "`model` takes a folder written by save_pretrained, a hub id, demo or demo-text"

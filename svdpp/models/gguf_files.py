@@ -309,8 +309,8 @@ def check_denoisers(model: ModelConfig, checkpoint: Any) -> None:
         )
     if checkpoint.int8_denoisers:
         raise RequestError(
-            f"{checkpoint.label} takes no `denoisers`: its own are quantised by TorchAO",
-            "use the checkpoint that it was made from",
+            f"{checkpoint.label} takes no `denoisers`: its own denoisers are quantised by TorchAO",
+            "use the original checkpoint, which is not quantised",
         )
     if importlib.util.find_spec("gguf") is None:
         raise RequestError("`denoisers` needs the package gguf", "pip install 'svdpp[gguf]'")

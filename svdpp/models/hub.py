@@ -208,10 +208,10 @@ def _message_and_hint(
     match error:
         case errors.GatedRepoError():
             page = f"https://huggingface.co/{name}"
-            hint = f"accept the licence at {page}, then: hf auth login"
+            hint = f"accept the licence at {page}, then run: hf auth login"
             return "the hub requires you to accept its licence", hint
         case errors.HFValidationError() | errors.RepositoryNotFoundError():
-            hint = f"check the spelling; for a private model: hf auth login; {MODEL_HINT}"
+            hint = f"check the spelling; for a private model, run hf auth login; {MODEL_HINT}"
             return "neither a local folder nor a model on the hub", hint
         case errors.LocalEntryNotFoundError() if status not in (401, 403):
             named = f" ({', '.join(missing)} missing)" if missing else ""
@@ -226,5 +226,5 @@ def _message_and_hint(
     return (
         f"cannot be downloaded ({cause})",
         "check `revision`, the network and the disk (HF_HOME sets the cache folder), and run the "
-        "command again: complete files stay in the cache; for a private model: hf auth login",
+        "command again: complete files stay in the cache; for a private model, run hf auth login",
     )

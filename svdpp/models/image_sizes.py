@@ -28,7 +28,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     nearest = min(kept, key=lambda size: abs(size[0] / size[1] - height / width))
     require(
         nearest == (height, width),
-        f"from an image the model makes no clips of `height` {height} `width` {width}",
+        f"the model makes no clips of `height` {height} `width` {width} from an image",
         f"nearest: `height` {nearest[0]} `width` {nearest[1]}",
         height=height,
         width=width,

@@ -27,7 +27,7 @@ _LORA_FILE = "pytorch_lora_weights.safetensors"
 #: Number of LoRAs requested by clips that a rank keeps loaded for each denoiser, including those of
 #: the current clip. (LoRAs of the model itself always stay loaded.) The number is small, because a
 #: LoRA takes 1 to 5 % of the denoiser's memory. It is above two, because requests of several users
-#: alternate. A loaded LoRA that is not active does not slow down steps, and changes no bits.
+#: alternate. A LoRA that is loaded but not active does not slow down steps or change results.
 CLIP_LORAS_KEPT = 4
 
 #: Hint of errors about a LoRA whose tensors do not fit the model.
@@ -101,15 +101,15 @@ class LoraFile:
         total = sum(self.ignored.values())
         noun = "tensor is" if total == 1 else "tensors are"
         return (
-            f"{display_name(self.path.name)}: {total} {noun} ignored, because the model has no "
-            f"place for: {parts}"
+            f"{display_name(self.path.name)}: {total} {noun} ignored, because the model takes "
+            f"no such tensors: {parts}"
         )
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return the model part for which an ignored LoRA tensor is meant.
+    """Return a text that names the model part which an ignored LoRA tensor would change.
 
-    The result is None if the tensor is not ignored.
+    The text is, for example, `k_img`. The result is None if the tensor is not ignored.
 
     Args:
         key: Name of the tensor in the file.
@@ -253,7 +253,7 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
     if checkpoint.int8_denoisers:
         raise RequestError(
             f"{checkpoint.label} takes no `loras`: its weights are quantised by TorchAO",
-            "use the checkpoint that it was made from",
+            "use the original checkpoint, which is not quantised",
         )
     if importlib.util.find_spec("peft") is None:
         raise RequestError("`loras` needs the package peft", "pip install 'svdpp[lora]'")
@@ -276,7 +276,7 @@ def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
         what = "has no *.safetensors files" if folder.is_dir() else "is not a folder"
         raise RequestError(
             f"`lora_dir` {display_name(str(folder))} {what}",
-            "put the LoRAs that requests may name into it",
+            "name a folder with the LoRA files that requests may use",
         )
     experts: tuple[Expert | None, ...] = ("high", "low") if num_experts == 2 else (None,)
     return tuple(Lora(name=name, expert=expert) for name in names for expert in experts)

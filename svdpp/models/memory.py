@@ -425,7 +425,10 @@ class FakeModel:
         return tree_map(partial(_zeros_on, "cpu"), result)
 
     def _run(self, module: Any, real: Any, args: Any, kwargs: Any) -> tuple[int, int, Any]:
-        """Call a component's method on fake tensors; return peak bytes, FLOPs and a meta result."""
+        """Call a component's method on fake tensors; return peak bytes, FLOPs and the result.
+
+        The tensors of the result are on the meta device.
+        """
         self._inside = True
         try:
             with _disable_current_modes(), self._fake, ExitStack() as modes:

@@ -147,8 +147,9 @@ def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     if depends_on_threads and num_threads == 1:
         return ("SlowTranspose" if is_transposed else "Slow") + f"{max(2, weight.dim() - 2)}d"
     if depends_on_threads:
-        # With a dilation, torch selects the kernel that it uses for several threads, even if this
-        # process has only one. A dilation does not change a convolution with a weight of width 1.
+        # Ask torch about the same convolution with a dilation. torch then selects the kernel for
+        # several threads, even if this process has only one thread. A dilation does not change a
+        # convolution whose weight has the width 1.
         dilation = [*dilation[:-1], 2]
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)

@@ -19,11 +19,13 @@ from svdpp.models.files import QUANTISED_HINT, JsonFile, read_safetensors_header
 QUANTISATION_KEY = "quantization_config"
 #: Reasons why svdpp does not run denoisers of other quantisation methods, by `quant_method`.
 _REASONS = {
-    "bitsandbytes": "diffusers loads them only on GPUs, where no test compares clips of several "
-    "ranks with those of one rank",
+    "bitsandbytes": "diffusers loads them only on GPUs, where svdpp has no test that compares "
+    "clips of several ranks with those of one rank",
     "quanto": "diffusers has deprecated this method",
 }
-_NOT_COMPARED = "no test compares their clips of several ranks with those of one rank"
+_NOT_COMPARED = (
+    "svdpp has no test that compares their clips of several ranks with those of one rank"
+)
 
 # --- config ---------------------------------------------------------------------------------------
 
@@ -76,7 +78,7 @@ def check_quantisation(config: JsonFile, place: str, value: Any, *, is_denoiser:
             details={**details, "quant_type": kind},
         )
     by = "" if method is None else f" by {short_repr(method)}"
-    reason = "only denoisers may be quantised, by TorchAO to int8"
+    reason = "only denoisers may be quantised, and only by TorchAO to int8"
     if may_be_quantised:
         reason = _REASONS.get(str(method), _NOT_COMPARED)
     raise config.error(
@@ -169,7 +171,11 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
 
 
 def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
-    """Return the value of the JSON text at a key of TorchAO's metadata, of type `kind`."""
+    """Parse the JSON text at a key of TorchAO's metadata; return its value, which must be a `kind`.
+
+    Raises:
+        ModelError: The key is missing, or its value is not JSON of the type `kind`.
+    """
     try:
         value = json.loads(metadata[key])
     except (KeyError, TypeError, ValueError, RecursionError):
@@ -213,5 +219,5 @@ def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dic
 
 def _error(part: str, problem: str, tensor: str | None = None) -> ModelError:
     details = {"component": part} if tensor is None else {"component": part, "tensor": tensor}
-    hint = "save it again with diffusers' save_pretrained and torchao 0.18"
+    hint = "save the denoiser again with diffusers' save_pretrained and torchao 0.18"
     return ModelError(f"{part}: {problem}", hint, details=details)

@@ -116,7 +116,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
     "nested quantisation": (
         config(CLIP_CONFIG, vision_config=[{"quantization_config": {"load_in_8bit": True}}]),
         "the key 'vision_config.quantization_config' is not supported, because svdpp runs no "
-        "weights that are quantised: only denoisers may be quantised, by TorchAO to int8",
+        "weights that are quantised: only denoisers may be quantised, and only by TorchAO to int8",
     ),
     "an encoder quantised by bitsandbytes": (
         config(CLIP_CONFIG, quantization_config={"quant_method": "bitsandbytes"}),
@@ -126,7 +126,7 @@ DEFECTS: dict[str, tuple[Change, str]] = {
         config(CLIP_CONFIG, quantization_config={"quant_method": "torchao"}),
         "svdpp runs no weights that are quantised by 'torchao': only denoisers may be",
     ),
-    "no object": (config(CONFIG, quantization_config=[1]), "quantised: no test compares their"),
+    "no object": (config(CONFIG, quantization_config=[1]), "quantised: svdpp has no test that"),
     "a nested kernel of the hub": (
         config(CLIP_CONFIG, text_config={"attn_implementation": "owner/kernel"}),
         "the key 'text_config.attn_implementation' is not supported",
@@ -177,9 +177,9 @@ def test_denoisers_that_are_quantised_by_other_methods_are_refused(
     error = error_of(folder)
     reasons = {"bitsandbytes": "diffusers loads them only on GPUs", "quanto": "has deprecated"}
     assert f"quantised by '{method}': " in error.message
-    assert reasons.get(method, "no test compares their clips") in error.message
+    assert reasons.get(method, "no test that compares their clips") in error.message
     assert error.details["quant_method"] == repr(method)
-    assert error.hint.startswith("use the checkpoint that it was made from")
+    assert error.hint.startswith("use the original checkpoint, which is not quantised")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="diffusers refuses it without a GPU")

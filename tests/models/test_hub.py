@@ -37,7 +37,7 @@ UNET = "unet/diffusion_pytorch_model.safetensors"
 @pytest.mark.parametrize(
     ("status", "error_code", "message", "hint"),
     [
-        (403, "GatedRepo", "accept its licence", "https://huggingface.co/org/tiny, then: hf auth"),
+        (403, "GatedRepo", "accept its licence", "https://huggingface.co/org/tiny, then run: hf"),
         (404, "RepoNotFound", "nor a model on the hub", "hf auth login"),
         (404, "RevisionNotFound", "the hub answered 404", "check `revision`"),
         (401, "", "the hub answered 401", "hf auth login"),

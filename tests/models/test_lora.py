@@ -325,7 +325,7 @@ def test_tensors_for_parts_that_the_model_lacks_are_listed_as_ignored(
     assert_equal(*packets)
     ignored = {"add_k_proj": 2, "add_v_proj": 2, "adapter of a text encoder": 2}
     assert [file.ignored for file in files] == [ignored, {}]
-    begin, _, parts = files[0].remark.partition(", because the model has no place for: ")
+    begin, _, parts = files[0].remark.partition(", because the model takes no such tensors: ")
     assert begin == "'more.safetensors': 6 tensors are ignored"
     assert {*parts.split(", ")} == {f"{part} (2)" for part in ignored}
     assert files[1].remark == ""

@@ -273,7 +273,7 @@ def test_a_scheduler_of_another_family_of_the_pipeline_is_refused_with_that_fami
     index.write_text(json.dumps({**values, "_class_name": "HeliosPyramidPipeline"}))
     with pytest.raises(ModelError, match="HeliosDMDScheduler' is not supported") as caught:
         find_checkpoint(ModelConfig(name=str(folder)))
-    assert caught.value.hint == "`family` helios_distilled"
+    assert caught.value.hint == "use `family` helios_distilled"
     assert read_folder(folder, "helios_distilled").scheduler_class == "HeliosDMDScheduler"
 
 

@@ -291,8 +291,8 @@ def test_a_component_of_another_revision_of_the_model(
 @pytest.mark.parametrize(
     ("response", "message", "hint"),
     [
-        ((403, "GatedRepo"), "accept its licence", "https://huggingface.co/org/vae, then: hf auth"),
-        ((401, "GatedRepo"), "accept its licence", "https://huggingface.co/org/vae, then: hf auth"),
+        ((403, "GatedRepo"), "accept its licence", "https://huggingface.co/org/vae, then run: hf"),
+        ((401, "GatedRepo"), "accept its licence", "https://huggingface.co/org/vae, then run: hf"),
         ((401, ""), "the hub answered 401", "hf auth login"),
         ((404, "RepoNotFound"), "nor a model on the hub", "hf auth login"),
         ((404, "RevisionNotFound"), "the hub answered 404", "check `revision`"),

@@ -335,7 +335,7 @@ def test_other_files_for_it_are_refused(quantised: Path, monkeypatch: pytest.Mon
     for more, words in (
         ({"loras": (lora,)}, "takes no `loras`: its weights are quantised by TorchAO"),
         ({"clip_loras": (lora,)}, "takes no `loras`: its weights are quantised by TorchAO"),
-        ({"denoisers": (file,)}, "takes no `denoisers`: its own are quantised by TorchAO"),
+        ({"denoisers": (file,)}, "takes no `denoisers`: its own denoisers are quantised"),
     ):
         with pytest.raises(RequestError, match=words):
             find_checkpoint(bf16(quantised, **more))

@@ -823,9 +823,9 @@ def _scaled(levels: int) -> Values:
         (
             "wan",
             {"vae": {"scale_factor_temporal": 8}},
-            "compresses 8 frames to one, but .* divide 4",
+            "compresses 8 frames to one, but .* divisor of 4",
         ),
-        ("ltx", {"vae": _scaled(4)}, "compresses 16 frames to one, but this number must divide 8"),
+        ("ltx", {"vae": _scaled(4)}, "compresses 16 frames to one, but .* divisor of 8"),
         ("cogvideox", {"vae": {"temporal_compression_ratio": 8}}, "compresses 8 frames to one"),
         ("wan", {"transformer": {"patch_size": (1, 2, 0)}}, "patch_size is .* not three numbers"),
         (

@@ -3,6 +3,6 @@
 import logging
 
 # diffusers imports torchao if it is installed. The import logs warnings about CUDA kernels and
-# pickles, which int8 weights in safetensors files do not need.
+# pickles. Hide them: svdpp loads int8 weights from safetensors files, which need neither.
 for _name in ("torchao", "torch.utils._pytree", "diffusers.quantizers.torchao"):
     logging.getLogger(_name).setLevel(logging.ERROR)

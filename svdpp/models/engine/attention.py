@@ -174,9 +174,9 @@ def as_process_default(name: str | None) -> contextlib.AbstractContextManager[No
 
 
 def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """Try an attention backend on a device; return its name and whether it repeats its bits.
+    """Try an attention backend on a device; return its name, and whether it is reproducible.
 
-    Clips store both facts among the conditions under which they were made.
+    A clip's metadata contains both values, among the conditions under which the clip was made.
 
     Args:
         name: Checked name of the backend.

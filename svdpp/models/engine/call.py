@@ -4,7 +4,7 @@ The pipeline always loops over all timesteps. The rank that encodes records the 
 pipeline's methods and components until the denoiser's first call, and all other ranks replay these
 results. Steps before the range are phantom steps: denoisers return zeros, and `scheduler.step`
 returns the result that the earlier rank has sent. So the pipeline's own code rebuilds the variables
-of its loop. Of a scheduler, ranks send only the attributes that `step` has changed.
+of its loop. Ranks send only those attributes of a scheduler that `step` has changed.
 
 A step consists of calls of denoisers, followed by calls of `scheduler.step`. Pipelines that make a
 clip in chunks have one loop for each chunk, and the step index counts through all loops.
@@ -110,7 +110,9 @@ class RangeCall:
         return self._packer.packet({**self._structure, "given": known})
 
     def __deepcopy__(self, memo: Any) -> RangeCall:
-        return self  # a pipeline may copy its scheduler, whose hook refers to this object
+        # A pipeline may copy its scheduler. The hook of the copy must call this object, too, and
+        # not a copy of it.
+        return self
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -268,10 +270,10 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Store the latent after a step; return the packet's latent before the range begins.
+        """Store the latent after a step; before the range's first step, replace it by the packet's.
 
-        After the last step before the range, the callback returns the latent of the packet, and the
-        pipeline continues with this latent.
+        If the finished step is the last one before the range, the callback returns the latent of
+        the packet, and the pipeline continues with this latent.
         """
         self._latents = known[LATENTS]
         if self._index != self.start - 1:

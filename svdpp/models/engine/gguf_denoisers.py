@@ -133,7 +133,8 @@ def _check_tensor(module: Any, name: str, tensor: Any, expected: torch.Size, lab
 def _can_be_quantised(module: Any, name: str) -> bool:
     """Whether diffusers can read a weight in quantised form.
 
-    This holds for the weights of linear layers, and of layers that diffusers keeps in float32.
+    diffusers computes with quantised weights in linear layers only. It also accepts quantised
+    weights of the layers that it keeps in float32, because it dequantises them when it loads them.
     """
     if {*(module._keep_in_fp32_modules or ())}.intersection(name.split(".")):
         return True
@@ -144,7 +145,7 @@ def _can_be_quantised(module: Any, name: str) -> bool:
 def quantise_fake(
     module: Any, file: DenoiserFile, dtype: torch.dtype, fake: FakeTensorMode
 ) -> None:
-    """Replace linear layers of a denoiser by fake quantised layers, as a GGUF file has them.
+    """Replace the linear layers whose weights a GGUF file quantises by fake quantised layers.
 
     Args:
         module: Denoiser with fake weights, which is changed. Weights that are quantised in the file

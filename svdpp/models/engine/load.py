@@ -284,9 +284,9 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     Args:
         checkpoint: Checked checkpoint.
         part: Name of the component and of its folder.
-        cls: Class of the component. Of a processor for text and images that is the pipeline's
-            tokenizer, only the processor's tokenizer is loaded; see `TextProcessor`. Of any other
-            processor for text and images, all is loaded except the part for videos.
+        cls: Class of the component. If it is a processor for text and images, and the component is
+            the pipeline's tokenizer, only the processor's own tokenizer is loaded; see
+            `TextProcessor`. Any other such processor is loaded without its part for videos.
 
     Raises:
         ModelError: The component's files are missing or damaged.
@@ -294,7 +294,8 @@ def load_processor(checkpoint: Checkpoint, part: str, cls: Any) -> Any:
     folder = checkpoint.component_folder(part).path
     files = (folder / name for name in ("tokenizer.json", "spiece.model"))
     if part == "tokenizer" and not any(map(Path.is_file, files)):
-        # Without these files, transformers would return an empty tokenizer.
+        # If neither `tokenizer.json` nor `spiece.model` exists, transformers would not raise an
+        # error, but return an empty tokenizer.
         missing = checkpoint.component_folder(part).label("tokenizer.json")
         raise ModelError(f"{missing} is missing")
     with library_errors(part, checkpoint):
@@ -355,7 +356,10 @@ def _load_module(
 
 
 def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
-    """Return the bytes of a component's weights in a dtype; if quantised, those of its files."""
+    """Return the size of a component's weights in bytes, after their conversion to `dtype`.
+
+    Quantised weights are not converted, so the result is then the size of the weight files.
+    """
     if (file := checkpoint.denoiser_file(part)) is not None:
         return file.path.stat().st_size
     if part in checkpoint.int8_denoisers:

@@ -78,7 +78,7 @@ class EngineModel:
         """
         pipe = self._pipe
         if sampling.from_image != self._sampling.from_image:
-            assert self._sampling.from_image, "a rank for clips from text has no encoder of images"
+            assert self._sampling.from_image, "a rank for clips from text has no image encoder"
             pipe = build_pipeline(self._checkpoint, False, pipe.components, self.device)
         return type(self)(pipe, self._checkpoint, sampling, self._dtype, self._loras)
 
@@ -101,10 +101,11 @@ class EngineModel:
         return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype, by name, of all tensors that a packet's structure asks for.
+        """Return shape and dtype, by name, of all tensors that a packet must have.
 
         Args:
-            tensors: Tensors of the packet, including the structure, which names all other tensors.
+            tensors: Tensors of the packet. One of them is the structure, which lists all others. If
+                the structure is missing, the result lists `tensors` and an empty structure.
 
         Raises:
             ValueError: The structure cannot be read.
@@ -297,7 +298,8 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet after the last step.
-            postprocess: Function that gets the VAE's result, (1, 3, F, H, W), and options.
+            postprocess: Function that gets the arguments of the pipeline's own postprocessing: the
+                VAE's result, (1, 3, F, H, W), and options such as `output_type`.
 
         Returns:
             Tuple of the postprocessed video and, if the model makes sound, the sound.

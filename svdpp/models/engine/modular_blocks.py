@@ -150,10 +150,11 @@ class SubBlockEntry:
 
 
 def traced_block_state(first_uses: dict[str, str]) -> Any:
-    """Return a subclass of `BlockState` that records whether attributes are first read or written.
+    """Return a subclass of `BlockState` that records the first use of each attribute.
 
     Args:
-        first_uses: Dict that gets "read" or "written" for the name of each attribute.
+        first_uses: Dict to which each attribute's name is added when the attribute is used for the
+            first time. The value is "read" or "written".
     """
 
     class Traced(BlockState):  # type: ignore[misc]

@@ -102,10 +102,10 @@ class ModularCall:
     end: int | None
     """Index after the last step of the call. None: the call runs to the end of the pipeline."""
     blank: LatentSpec | None = None
-    """Shape and dtype of the latent before the first step. None: this call does not encode. If the
-    pipeline has no latent yet, the packet contains zeros of this shape. Some pipelines put the
-    tokens of images before those of the latent. No step changes the images' tokens, so the packet
-    lacks them."""
+    """Shape and dtype that the packet's latent must have after the encode. If the pipeline has no
+    latent yet, the packet contains zeros of this shape. If the pipeline's latent begins with the
+    tokens of images, the packet contains only the tokens after them, because no step changes the
+    tokens of images. None: this call does not encode."""
     after_step: AfterStep | None = None
     """Callback after each step of the call. If it raises an exception, the call ends."""
     branches: GuidanceBranches | None = None
@@ -157,7 +157,9 @@ class ModularCall:
         return self._packer.packet(self._structure)
 
     def __deepcopy__(self, memo: Any) -> ModularCall:
-        return self  # a pipeline may copy its scheduler, whose hook refers to this object
+        # A pipeline may copy its scheduler. The hook of the copy must call this object, too, and
+        # not a copy of it.
+        return self
 
     @torch.no_grad()
     def run(self, arguments: Mapping[str, Any]) -> Any:
@@ -170,8 +172,8 @@ class ModularCall:
             `PipelineState` at the end of the pipeline; None if the call ends at the step `end`.
 
         Raises:
-            ModelError: The pipeline draws from torch's global generator, runs another number of
-                steps than requested, or has a value that cannot be sent to another rank.
+            ModelError: The pipeline draws from torch's global generator, does not run the requested
+                number of steps, or has a value that cannot be sent to another rank.
         """
         before, result, problem = global_states(self._device), None, ""
         with self._hooked(), suppress(_Stop):
@@ -179,7 +181,7 @@ class ModularCall:
         if tensors_differ(before, global_states(self._device)):
             problem = "draws random numbers from torch's global generator: no two runs are equal"
         elif self.end is not None and not self._structure:
-            problem = f"ends before step {self.end}: it runs another number of steps than requested"
+            problem = f"ends before step {self.end}: it does not run the requested number of steps"
         if problem:
             raise self._error(problem)
         return result
@@ -221,7 +223,8 @@ class ModularCall:
         index, self._num_begun = self._num_begun, self._num_begun + 1
         self._resume = None
         if self.given is not None and index <= self.given["block"]:
-            # Set the state again before each skipped block: the block's containers change values.
+            # Set the state before each skipped block, and not only once, because the blocks that
+            # contain the skipped block run their own code, which changes values of the state.
             self._set_state(state)
             if index < self.given["block"]:
                 return components, state
@@ -277,7 +280,9 @@ class ModularCall:
         self._sub_block, self._skipped, self._block_state = 0, 0, block_state
         if self._resume is not None:
             values = values_of(block_state)
-            values.clear()  # only the received values remain, even if no iteration follows
+            # Replace all values by the received ones, also in a skipped iteration: after the last
+            # iteration, these values go to the blocks after the loop.
+            values.clear()
             values.update(self._received_block_state)
             if index < self._resume["iteration"]:
                 return components, block_state
@@ -325,7 +330,7 @@ class ModularCall:
 
         def set_back() -> None:
             if name := entry.changed_in_place():
-                problem = f"changes {name} in place in a block that calls the denoiser"
+                problem = f"changes {name} in place in a block that has to run twice"
                 raise self._error(problem, LEAVE_OUT)
             values = values_of(self._block_state)
             values.clear()
@@ -405,9 +410,7 @@ class ModularCall:
             kwargs: Keyword arguments of the call.
         """
         if self._is_shared_block:
-            problem = (
-                "runs whole denoising steps inside one block, and two ranks cannot share a block"
-            )
+            problem = "runs whole denoising steps inside one block, which two ranks cannot share"
             raise self._error(problem, LEAVE_OUT)
         is_phantom = self._phantom_steps > 0
         if is_phantom:
@@ -478,7 +481,7 @@ class ModularCall:
                 assert self._entry is not None
                 values = self._entry.values
                 if name := self._entry.changed_in_place():
-                    raise self._error(f"changes {name} in place in a block that runs whole steps")
+                    raise self._error(f"changes {name} in place in a block that has to run again")
         assert self._latents is not None
         latents = packer.pack(same_in(values, self._latents), LATENTS)
         # The packet does not need tensors that each iteration writes before it reads them. Which

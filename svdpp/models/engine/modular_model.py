@@ -66,7 +66,8 @@ class ModularModel(EngineModel):
 
         Args:
             tensors: Tensors of the packet (state of the clip) after the last step.
-            postprocess: Function that gets the VAE's result, (1, 3, F, H, W), and options.
+            postprocess: Function that gets the arguments of the pipeline's own postprocessing: the
+                VAE's result, (1, 3, F, H, W), and options such as `output_type`.
 
         Returns:
             Tuple of the postprocessed video and, if the model makes sound, the sound.

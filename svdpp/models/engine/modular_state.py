@@ -152,8 +152,9 @@ class StatePacker(Packer):
         node = super()._pack_tensor(tensor, name)
         kept = self.tensors.get(name)
         if kept is not None and node["name"] == name:
-            # safetensors cannot store two tensors that share memory. So a tensor that is a view
-            # of another one, such as a slice of a scheduler's timesteps, is copied.
+            # Packets are also saved as latent checkpoints. Their format, safetensors, cannot store
+            # two tensors that share memory. So a tensor that is a view of another one, such as a
+            # slice of a scheduler's timesteps, is copied.
             storage = kept.untyped_storage()._cdata
             if storage in self._storages:
                 self.tensors[name] = kept.clone()
@@ -271,7 +272,10 @@ class StateUnpacker:
         return self._object(node)
 
     def _object(self, node: Node) -> Any:
-        """Rebuild an object from a packet; register its number for nodes of kind `same`."""
+        """Rebuild an object from a packet, and store it by its number.
+
+        If the object occurs again in the packet, a node of the kind `same` has only this number.
+        """
         value: Any
         if node["kind"] == "generator":
             value = torch.Generator("cpu" if node["is_host"] else self._device)

@@ -63,7 +63,7 @@ register_pytree_node(
 
 
 class Packer:
-    """Converter of values for a packet: to a structure, which is JSON, and named tensors.
+    """Converter of values to the contents of a packet: a structure (JSON) and named tensors.
 
     A structure is a tree of JSON objects, one for each container, plain value and tensor in the
     value. The object of a tensor has only the tensor's name, shape, dtype and strides. The tensor
