@@ -94,8 +94,8 @@ class Engine:
     def close(self, grace_seconds: float) -> None:
         """Let the ranks finish their clips until a grace period is over; then end the ranks.
 
-        Clips that are unfinished by then are dropped. Their jobs stay in progress in the queue, until `JobQueue.release` or
-        `JobQueue.requeue_expired` requeues them.
+        Clips that are unfinished by then are dropped. Their jobs stay in progress in the queue,
+        until `JobQueue.release` or `JobQueue.requeue_expired` requeues them.
 
         Args:
             grace_seconds: Length of the grace period in seconds.
