@@ -142,8 +142,8 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # A clip without a file is still listed. But if the file is missing because the disk is
-            # not mounted, `check` raises an error.
+            # `CLIPS_FILE` still lists a clip whose file was removed. But if the file is missing
+            # because the disk is not mounted, `check` raises an error.
             service.queue.store.check()
         else:
             name = _unique_name(clip_name(job), names)

@@ -87,7 +87,7 @@ class BatchFile:
     created_at: float
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the content of a batch's uploaded file in a data folder."""
+        """Return the path of the uploaded file in a data folder."""
         return folder / UPLOADS_FOLDER / f"{self.id}.jsonl"
 
 
@@ -217,7 +217,7 @@ class BatchTable:
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the batch files older than a unix time that no `validating` batch reads.
+        """Return the batch files older than `before` that no `validating` batch reads.
 
         Args:
             before: Unix time in seconds.
@@ -393,7 +393,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return each batch's number of jobs by state, by batch id. Removed clips do not count.
+        """Return each batch's number of jobs in each state, by batch id, without removed clips.
 
         Args:
             ids: Ids of the batches.

@@ -140,7 +140,7 @@ class Batches:
             source: Open file with the lines; None: `input_file_id` names a stored file.
             name: File name of `source` from the client.
             completion_window: Time limit from the client, which has no effect.
-            metadata: Texts by name from the client, which responses about the batch include.
+            metadata: Text values by name from the client, which responses about the batch include.
 
         Raises:
             ApiError: A line has a fault, a limit is reached, or the file does not exist.

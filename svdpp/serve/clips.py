@@ -30,8 +30,8 @@ from svdpp.worker.routes import resolve_clip_config
 
 # Maximum number of results in each of the two caches of `Admission`.
 _MAX_SHAPES = 256
-# Seconds after the estimated time at which a large image is prepared. If the image is still not
-# prepared by then, the job no longer waits for it, and is submitted like any other job.
+# Seconds that a job waits for its large image beyond the estimated time of preparing the image. If
+# the image is not prepared by then, the job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 

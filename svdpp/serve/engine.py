@@ -358,7 +358,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the time span of a rank's action; empty if the web page does not show this kind.
+        """Return a rank's action as a list of one span; empty if the web page hides such actions.
 
         Args:
             rank: Rank that ran the action.

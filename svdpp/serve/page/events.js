@@ -32,7 +32,7 @@ async function readEvents(id) {
   } catch {
     // The next request for /v1/engine shows whether the server is gone, and the list shows the clip's state.
   }
-  // The clip is followed again only after 2 s, because a stream that ends before its clip means that the server restarts.
+  // The clip is followed again only after 2 s: a stream that ends before its clip means that the server restarts.
   setTimeout(() => { if (streams.get(id) === control) streams.delete(id); }, 2000);
 }
 

@@ -214,7 +214,7 @@ function renderFaultNote(number) {
   const unknown = view.columns.filter(({ fault }) => fault);
   const words = [
     unknown.length
-      ? `${plural(unknown.length, "column")} with an unknown name: leave out such columns here, or correct the file.` : "",
+      ? `${plural(unknown.length, "column")} with an unknown name: leave out such columns, or correct the file.` : "",
     number ? `${plural(number, "row")} with faults: correct them here. Until then, only the other rows are made.` : "",
   ].filter(Boolean).join(" ");
   if (view.rows.length) setText($("table-error"), words);

@@ -31,7 +31,7 @@ export function readTable(text, model) {
   const columns = names.map((name) => columnOf(name, known));
   const places = new Map();
   for (const column of columns) {
-    if (column.field && places.has(column.field)) column.fault = `“${column.name}” has the same field as another column.`;
+    if (column.field && places.has(column.field)) column.fault = `“${column.name}” repeats another column's field.`;
     places.set(column.field, column);
   }
   if (!columns.some(({ field }) => field)) {
