@@ -84,7 +84,7 @@ class _Output:
         return len(data)
 
     def flush(self) -> None:
-        """Do nothing, because `take` returns all written bytes of the zip."""
+        """Do nothing, because written bytes are already in memory, where `take` finds them."""
 
     def close(self) -> None:
         """Do nothing, because the zip's bytes are in memory, and no file is open."""
@@ -119,8 +119,8 @@ def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
 def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator[ZipMember]:
     """Yield an owner's clips as zip members with readable names, and `CLIPS_FILE` as the last one.
 
-    A clip that its owner has removed meanwhile is left out. If the file of a clip is missing, the
-    clip's line in `CLIPS_FILE` has `file` null.
+    Jobs that do not exist, belong to another owner or are not completed are left out. If the file
+    of a clip is missing, the clip's line in `CLIPS_FILE` has `file` null.
 
     Args:
         service: Service that made the clips.
@@ -142,7 +142,8 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # `check` raises an error if the file is missing because the disk is not mounted.
+            # `CLIPS_FILE` still lists a clip whose file was removed. But if the file is missing
+            # because the disk is not mounted, `check` raises an error.
             service.queue.store.check()
         else:
             name = _unique_name(clip_name(job), names)
@@ -156,9 +157,10 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
 
 
 def _unique_name(name: str, taken: set[str]) -> str:
-    """Return `name`, or `clip-2.mp4` for a second `clip.mp4`; add the result to `taken`.
+    """Return `name`, or a numbered name if `name` is in `taken`; add the result to `taken`.
 
-    Names that differ only in case count as equal.
+    A second `clip.mp4`, for example, becomes `clip-2.mp4`. Names that differ only in case count as
+    equal.
     """
     path, number, found = PurePath(name), 1, name
     while found.casefold() in taken:

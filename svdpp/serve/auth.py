@@ -1,4 +1,4 @@
-"""API keys and webhook secrets, read from files; check of the host of a server without keys.
+"""API keys and webhook secrets, read from files. A server without keys must use a loopback host.
 
 The file of keys has the plain SHA-256 of each key. This is safe, because nobody can guess a key of
 256 random bits. A slow hash, which passwords need, would only delay each request.
@@ -30,7 +30,7 @@ _NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" creates a secret'
 
 @dataclass(frozen=True)
 class Owner:
-    """Owner of jobs, named like the API key; the name is empty if the server has no keys."""
+    """Owner of jobs, identified by the name of an API key; the name is empty without API keys."""
 
     name: str = ""
     max_open: int | None = None
@@ -73,8 +73,8 @@ def load_keys(host: str, key_file: Path | None) -> Keys | None:
     if not is_loopback(host):
         raise RequestError(
             f"`host` {host} accepts requests from other machines, and the server has no API keys",
-            "svdpp serve --new-key NAME --api-key-file FILE creates a key; then add "
-            "`api_key_file` FILE",
+            "create a key with svdpp serve --new-key NAME --api-key-file FILE, then start the "
+            "server with `api_key_file` FILE",
         )
     return None
 

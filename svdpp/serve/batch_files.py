@@ -76,7 +76,9 @@ class BatchFiles:
             self._store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
             text = f"the files of this key would have more than {limit // 2**20} MiB"
-            hint = "remove some, by DELETE /v1/files/{id}, or wait until their batches have begun"
+            hint = (
+                "remove some, by DELETE /v1/files/{id}, or wait until their batches are in progress"
+            )
             raise ApiError(429, "too_many_files", text, hint, retry=60, **error.details) from error
         except BaseException:
             self._store.discard(path)

@@ -1,4 +1,4 @@
-"""Lines of a batch: reader with checks, collection of faults, and results of the lines' jobs."""
+"""Lines of a batch: reading, checking, collecting faults, and writing the results of the jobs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,10 @@ class LineFaults:
     lines: set[int] = field(default_factory=set)
 
     def add(self, line: int, custom_id: str | None, error: ApiError) -> None:
-        """Add the faults of one line: `error.details["faults"]`, or else `error` itself.
+        """Add the faults of one line.
+
+        Each entry of `error.details["faults"]` is a fault. Without such entries, `error` itself is
+        the only fault.
 
         Args:
             line: Number of the line, from 1.
@@ -81,8 +84,8 @@ class LineFaults:
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # An error has one hint, but may have several faults. The hint is then about the unknown
-            # field, so the other faults get no hint.
+            # An error has only one hint, even if it has several faults. Then the hint is about the
+            # fault of an unknown field, so other faults get no hint.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -196,7 +199,7 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 
 
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Yield number and bytes of each line of a batch's file, except empty lines.
+    """Yield the number and the bytes of each line of a batch's file, except empty lines.
 
     A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes: `_parse_line` reports it.
     """

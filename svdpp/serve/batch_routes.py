@@ -81,7 +81,7 @@ class _Options(BaseModel):
     metadata: Annotated[
         Annotated[dict[_Name, _Value], Field(max_length=_MAX_PAIRS)] | None,
         BeforeValidator(_parse_metadata),
-        Field(description="Texts by name. Responses about the batch include them."),
+        Field(description="Text values by name, which all responses about the batch include."),
     ] = None
 
 

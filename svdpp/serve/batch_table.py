@@ -87,7 +87,7 @@ class BatchFile:
     created_at: float
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the content of a batch's uploaded file in a data folder."""
+        """Return the path of the uploaded file in a data folder."""
         return folder / UPLOADS_FOLDER / f"{self.id}.jsonl"
 
 
@@ -148,8 +148,8 @@ _FAIL = """
 UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
 WHERE id = ? AND state = 'validating' RETURNING id
 """
-# Removes failed batches, and batches whose jobs have all been removed by DELETE or because of their
-# age.
+# Removes failed batches, and batches without jobs: their jobs have all been removed by DELETE or
+# because of their age, or the batch was cancelled before a line became a job.
 _REMOVE_ENDED = """
 DELETE FROM batches WHERE failed_at < ?
     OR ((state = 'in_progress' OR cancelled_at < ?)
@@ -210,11 +210,14 @@ class BatchTable:
         return {id for (id,) in self._backend.fetch_all("SELECT id FROM batch_files")}
 
     def remove_file(self, id: str) -> bool:
-        """Remove the row of a batch file after its content; return whether the row existed."""
+        """Remove the row of a batch file; return whether the row existed.
+
+        The file's content must be removed first.
+        """
         return bool(self._change("DELETE FROM batch_files WHERE id = ? RETURNING id", id))
 
     def files_before(self, before: float) -> list[BatchFile]:
-        """Return the batch files older than a unix time that no `validating` batch reads.
+        """Return the batch files older than `before` that no `validating` batch reads.
 
         Args:
             before: Unix time in seconds.
@@ -235,8 +238,8 @@ class BatchTable:
         Args:
             batch: New batch.
             max_open: Maximum number of open lines of all batches together.
-            max_open_of_owner: Maximum number of the owner's open lines and of the owner's other
-                jobs that have not ended, together; None: no limit.
+            max_open_of_owner: Maximum number of the owner's open lines, plus the owner's unfinished
+                jobs that belong to no batch; None: no limit.
 
         Raises:
             QueueFullError: A limit would be exceeded.
@@ -257,7 +260,7 @@ class BatchTable:
                 if owned + batch.total > max_open_of_owner:
                     details = {"open": owned, "limit": max_open_of_owner, "lines": batch.total}
                     raise QueueFullError(
-                        "the queue of the key is full", details={**details, "owner": batch.owner}
+                        "the key has too many open clips", details={**details, "owner": batch.owner}
                     )
             values = {name: getattr(batch, name) for name in _BATCH_COLUMNS}
             values |= {name: json.dumps(values[name]) for name in _BATCH_JSON}
@@ -306,7 +309,7 @@ class BatchTable:
         return bool(self._change(_FAIL, json.dumps(errors), id))
 
     def request_cancel(self, id: str) -> bool:
-        """Mark an open batch as cancelled, so that no further line becomes a job.
+        """Mark a batch that has not ended as cancelled, so that no further line becomes a job.
 
         Returns:
             Whether the batch was marked. False: it has ended, or was marked before.
@@ -334,7 +337,7 @@ class BatchTable:
         return [id for (id,) in self._backend.fetch_all(query)]
 
     def remove_ended(self, before: float) -> list[str]:
-        """Remove the rows of failed batches, and of batches without jobs; return the batches' ids.
+        """Remove rows of failed batches and of ended batches without jobs; return the batch ids.
 
         Args:
             before: Unix time. Batches that failed or were cancelled after this time stay.
@@ -390,7 +393,7 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return each batch's number of jobs by state, by batch id. Removed clips do not count.
+        """Return each batch's number of jobs in each state, by batch id, without removed clips.
 
         Args:
             ids: Ids of the batches.

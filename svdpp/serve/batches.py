@@ -3,8 +3,8 @@
 The fields of all lines are checked before a batch is accepted, so the client gets the faults of all
 lines at once. Decoding thousands of images takes minutes. So a thread decodes the images later,
 while the state of the batch is `validating`, and then stores the jobs, some lines at a time. The
-batch's row counts the lines that are jobs already. After a crash, the restarted server or another
-one of the fleet continues from there.
+batch's row counts the lines that are jobs already. After a crash, the restarted server, or another
+server with the same queue, continues from there.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ENDPOINT = "/v1/videos"
 # First value: seconds between two searches for batches that other servers have accepted. Second
 # value: seconds between two cleanups; see `Batches._tidy`.
 _LOOK_SECONDS, _TIDY_SECONDS = 10.0, 60.0
-# Lines of one batch that are processed before another batch gets its turn: the first number while
-# images are decoded, the second while lines become jobs.
+# Number of lines of one batch that are processed before another batch gets its turn. The first
+# value applies while images are decoded, the second while lines become jobs.
 _DECODED_LINES, _STORED_LINES = 16, 100
 
 
@@ -100,7 +100,8 @@ class Batches:
         self._lines = BatchLineReader(capabilities, new_job)
         self._request_files = request_files
         self.keep_seconds = min(keep_seconds or RETENTION_SECONDS, RETENTION_SECONDS)
-        """Age in seconds at which an uploaded file of lines is removed if no batch reads it."""
+        """Age in seconds at which failed batches, and uploaded files that no batch reads, are
+        removed."""
         self._check_accepts_jobs = check_accepts_jobs
         self._cancel_job = cancel_job
         self._on_stored = on_stored
@@ -139,7 +140,7 @@ class Batches:
             source: Open file with the lines; None: `input_file_id` names a stored file.
             name: File name of `source` from the client.
             completion_window: Time limit from the client, which has no effect.
-            metadata: Texts by name that the client wants to store with the batch.
+            metadata: Text values by name from the client, which responses about the batch include.
 
         Raises:
             ApiError: A line has a fault, a limit is reached, or the file does not exist.
@@ -415,7 +416,7 @@ class Batches:
             self._cancel_jobs(id)
         before = -math.inf
         if self._clock.is_settled:
-            with suppress(ClockError):  # the fleet's thread logs that clocks differ
+            with suppress(ClockError):  # the thread of `Fleet` logs that the clocks differ
                 self._queue.check_clock()
                 before = self._queue.now() - self.keep_seconds
         self.files.remove_older(before)
@@ -431,7 +432,10 @@ def _full_error(details: dict[str, Any]) -> ApiError:
     scope = "this key" if "owner" in details else "all batches of this server"
     values = {"open": num_open, "limit": limit, "lines": lines}
     if lines > limit:
-        text = f"the batch has {lines} lines, and {scope} may have {limit} open clips"
+        text = f"the batch has {lines} lines, but {scope} may have at most {limit} open clips"
         return ApiError(422, "batch_too_large", text, "split the file", **values)
-    text = f"the batch has {lines} lines, and {num_open} of {limit} clips of {scope} are open"
+    text = (
+        f"the {lines} lines of the batch and the {num_open} open clips of {scope} exceed the "
+        f"limit of {limit} open clips"
+    )
     return ApiError(429, "queue_full", text, "send it again later", retry=60, **values)

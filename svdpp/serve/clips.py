@@ -28,10 +28,10 @@ from svdpp.serve.store import FileStore
 from svdpp.worker import tensor_files
 from svdpp.worker.routes import resolve_clip_config
 
-# Maximum number of results that `Admission` caches.
+# Maximum number of results in each of the two caches of `Admission`.
 _MAX_SHAPES = 256
-# Maximum seconds that a job waits for its large image after the time at which the image should have
-# been prepared. After this wait, the job is submitted like any other job.
+# Seconds that a job waits for its large image beyond the estimated time of preparing the image. If
+# the image is not prepared by then, the job is submitted like any other job.
 _PREPARE_SECONDS = 60.0
 
 
@@ -74,7 +74,7 @@ class Admission:
         return None if error is None else error.message
 
     def check_clip_inputs(self, sampling: SamplingConfig, request: ClipRequest) -> None:
-        """Raise a `RequestError` unless a clip has all inputs that the model needs, and no others.
+        """Raise a `RequestError` if an input of a clip is missing, or is not accepted by the model.
 
         Raises:
             RequestError: A needed image, video or prompt is missing, or the model does not accept
@@ -159,7 +159,7 @@ def _shape_only(sampling: SamplingConfig) -> SamplingConfig:
 
 @dataclass
 class RunningClip:
-    """Clip of a job in the pipeline, or one whose large image the ranks are still preparing."""
+    """Clip of a job that is in the pipeline, or whose large image the ranks still prepare."""
 
     job: Job
     request: ClipRequest
@@ -241,7 +241,8 @@ class RequestBuilder:
 
     def remove_latents(self, job: Job) -> None:
         """Remove a job's latent checkpoints."""
-        # `_metadata_and_key` fails if the ranks cannot make the job. It then has no checkpoints.
+        # `_metadata_and_key` fails for a job that the ranks cannot make. Such a job has no
+        # checkpoints.
         with contextlib.suppress(SvdppError):
             tensor_files.remove_checkpoints(self.latents_folder, self._metadata_and_key(job)[1])
 

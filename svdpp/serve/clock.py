@@ -78,6 +78,6 @@ def check_skew(seconds: float, other: str) -> None:
     raise ClockError(
         f"the clock of this machine is {abs(seconds):.0f} s {direction} {other}: nothing is "
         "deleted because of its age",
-        "set the clock by NTP; if this is the right time, start the server again",
+        "set the clock by NTP; if it is right and the queue is not shared, restart the server",
         details={"skew_seconds": round(seconds)},
     )

@@ -86,7 +86,7 @@ class Dispatcher:
         self._is_woken = True
         self._is_queue_empty = False
         self.has_latents = True
-        """Whether latent checkpoints may exist, perhaps of jobs that have ended."""
+        """Whether the data folder may have latent checkpoints, even after all jobs have ended."""
         self.unavailable_reason = ""
         """Reason why no clip is begun or accepted, such as a full disk; empty if clips can be
         made."""
@@ -229,7 +229,7 @@ class Dispatcher:
             self.has_latents = False
 
     def _check_storage(self) -> None:
-        """Update `unavailable_reason` by the state of the queue and the disk, and log a change."""
+        """Update `unavailable_reason` from the state of the queue and the disk; log a change."""
         before, self.unavailable_reason = self.unavailable_reason, self._queue.unavailable_reason
         if self.unavailable_reason not in ("", before):
             logger.error("{}: no clip is begun or accepted", self.unavailable_reason)
@@ -272,7 +272,7 @@ class Dispatcher:
         self.preparing = clip  # the clip is stored before the ranks can report `ImageReady`
         try:
             pipeline.prepare_image(clip.request)
-        except SvdppError:  # `submit` will raise the same error and record it
+        except SvdppError:  # `_submit` will get the same error, and record it
             self.preparing = None
         return self.preparing is not None
 
@@ -369,7 +369,8 @@ class Dispatcher:
             self._requeue(job)
             self._check_storage()
         elif isinstance(error, InputError | OutputError) and job.id not in self._retried_files:
-            # The input was readable at its upload, so the disk may have failed for a moment.
+            # The disk may have failed only for a moment, because the input was readable when it was
+            # uploaded. So the job is tried once more.
             logger.warning("{} is made again: {}", job.id, error)
             self._retried_files.append(job.id)
             self._requeue(job)

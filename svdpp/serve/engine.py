@@ -27,7 +27,7 @@ from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, RankStats, StepDone
 
-# Age in seconds of the oldest spans that are shown, and maximum number of spans in memory.
+# Maximum age in seconds of the `RankSpan`s on the web page, and maximum number of them in memory.
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
@@ -77,7 +77,7 @@ class Engine:
             self.config, queue, self.request_builder, on_changed, self._changed, self._seconds_left
         )
         self.rank_monitor = RankMonitor(config.world_size, self.dispatcher.job_id_of)
-        """Present and latest actions of each rank."""
+        """Current and recent actions of each rank."""
         self._observers: list[Observer] = [self.rank_monitor.add, self.dispatcher.image_ready]
         self._back_off = _MIN_BACK_OFF
         self._deadline = math.inf
@@ -92,10 +92,10 @@ class Engine:
         self._thread.start()
 
     def close(self, grace_seconds: float) -> None:
-        """Let the ranks finish clips for a grace period. Then drop other clips, and end the ranks.
+        """Let the ranks finish their clips until a grace period is over; then end the ranks.
 
-        The jobs of dropped clips stay in progress in the queue, until `JobQueue.release` or
-        `JobQueue.requeue_expired` requeues them.
+        Clips that are unfinished by then are dropped. Their jobs stay in progress in the queue,
+        until `JobQueue.release` or `JobQueue.requeue_expired` requeues them.
 
         Args:
             grace_seconds: Length of the grace period in seconds.
@@ -276,13 +276,13 @@ class RankSnapshot:
     video: str | None
     """Id of the job that the action is for; None between two actions, or if the job is unknown."""
     action: str
-    """Kind of the rank's present action, in lower case; empty between two actions."""
+    """Kind of the rank's current action, in lower case; empty between two actions."""
     step: int | None
     """Index of the denoising step in progress; None while the rank does not denoise."""
     doing: Literal["compute", "wait", "idle"]
     stats: dict[str, float | int | None] | None = None
-    """Latest sample of bytes moved, memory, load and power, by the names of the fields of
-    `RankStats`; None before the first sample."""
+    """Latest sample of the rank's memory, load, power and transferred bytes: values of `RankStats`
+    by field name. None before the first sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,7 +358,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return the time span of a rank's action; empty if the web page does not show this kind.
+        """Return a rank's action as a list of one span; empty if the web page hides such actions.
 
         Args:
             rank: Rank that ran the action.

@@ -122,8 +122,8 @@ class EtaEstimator:
             kind: deque[float](maxlen=_MAX_STEP_SAMPLES if kind == "step" else _MAX_CLIP_SAMPLES)
             for kind in kinds
         }
-        # Rank and seconds of each action of about 8 clips. A clip usually has an ENCODE, a DECODE,
-        # and one DENOISE on each rank.
+        # Latest actions, each as (rank, seconds), of about 8 clips. A clip usually has an ENCODE,
+        # a DECODE, and one DENOISE on each rank.
         self._recent_work = deque[tuple[int, float]](maxlen=8 * (self._num_ranks + 2))
         self._lock = threading.Lock()
         self._estimated_at = -_MAX_AGE

@@ -35,7 +35,7 @@ class LoraCatalog:
         return sorted(self._hashes)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return name and hash of each LoRA that the server offers, for `/v1/models`."""
+        """Return the name and hash of each LoRA that the server offers, for `/v1/models`."""
         return [{"name": name, "sha256": self._hashes[name]} for name in self.names]
 
     @property
@@ -107,7 +107,7 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
         listed = (
             f"it has {', '.join(known)}"
             if known
-            else "a server that is started with --lora-dir has some"
+            else "start the server with --lora-dir to offer LoRAs"
         )
         raise RequestError(
             f"{holder} has no LoRA {name[:60]!r}",

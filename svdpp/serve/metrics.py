@@ -56,8 +56,8 @@ _HISTOGRAMS: dict[str, tuple[tuple[float, ...], str, *tuple[str, ...]]] = {
         "Relative error of the ETA of completed clips: (actual - promised) / promised.",
     ),
 }
-#: Name and help text of each gauge of the ranks, by the shown field of `RankStats`. A rank is
-#: left out of a gauge if its device does not report the value.
+#: Name and help text of each gauge of the ranks, by the field of `RankStats` that it shows. A rank
+#: is left out of a gauge if its device does not report the value.
 _RANK_GAUGES: dict[str, tuple[str, str]] = {
     "resident_bytes": ("rank_resident_bytes", "Bytes of the resident set of each rank's process."),
     "allocated_bytes": ("rank_gpu_allocated_bytes", "Bytes of tensors on each rank's GPU."),
@@ -109,7 +109,7 @@ class Metrics(Collector):
         disable_created_metrics()  # type: ignore[no-untyped-call]  # no unused `_created` series
         self._registry = CollectorRegistry()
         self._last_end: dict[int, float] = {}
-        """Time at which each rank's last action ended."""
+        """Monotonic time on each rank's host at which the rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         self._has_mismatch = False
         # `_stats`: latest sample of each rank. `_moved_before`: bytes that earlier processes of
@@ -232,7 +232,7 @@ class Metrics(Collector):
             ),
             (
                 "open_batch_lines",
-                "Lines of batches that have not ended, including lines still being checked.",
+                "Batch lines whose jobs have not ended, including lines still being checked.",
                 self._num_open_lines(),
             ),
             ("live_ranks", "Number of live ranks.", num_ranks),

@@ -1,4 +1,4 @@
-// Owns what a person can do with a clip: cancel, verify, download, copy its parameters.
+// Actions on clips: cancel, verify, download, and copy the parameters.
 
 import { apiKey, fileNameOf, get, release, request, errorText } from "./api.js";
 import { drop, isOpen, takeVideo } from "./clips.js";
@@ -10,7 +10,7 @@ import { requestOf, titleOf } from "./format.js";
 
 const MAX_IDS = 100;
 
-/** Does what a person asked for with a clip, and shows that it is under way, and why it failed. */
+/** Runs an action on a clip. Meanwhile, the clip shows `words`, such as "Cancelling…"; an error becomes a toast. */
 async function act(id, words, work) {
   if (state.busy.has(id)) return;
   state.busy.set(id, `${words}…`);
@@ -34,7 +34,7 @@ export async function cancel(id) {
   });
 }
 
-/** Cancels all clips in the queue; those that wait first, so that none of them begins meanwhile. */
+/** Cancels all clips in the queue: first the waiting ones, so that none of them begins while others are cancelled. */
 export async function cancelAll() {
   const tried = new Set();
   for (const status of ["queued", "in_progress"]) {
@@ -49,14 +49,14 @@ export async function cancelAll() {
       }
     }
   }
-  // Running ones end a little later; the list says when.
+  // Clips that were running end a little later, when their ranks drop them.
   while ([...tried].some((id) => state.videos.has(id) && isOpen(state.videos.get(id)))) {
     await new Promise((resolve) => setTimeout(resolve, 300));
   }
   toast(`${plural(tried.size, "clip")} cancelled.`);
 }
 
-/** Has a button do its work only at the second press, so that a slip loses nothing. */
+/** Makes a button ask at the first press and act at the second, so that one accidental press does no harm. */
 export function pressTwice(button, question, label, work) {
   const [before, labelBefore] = [[...button.childNodes], button.getAttribute("aria-label")];
   const reset = () => {
@@ -79,10 +79,10 @@ export function pressTwice(button, question, label, work) {
 }
 
 export async function verify(id) {
-  await act(id, "Asking for the verification", async () => {
+  await act(id, "Requesting the verification", async () => {
     const video = await get(`/v1/videos/${id}/verify`, { method: "POST" });
     takeVideo(video);
-    if (video.proof !== "running") return; // it says why
+    if (video.proof !== "running") return; // no verification began: the clip's card shows why
     toast("The clip is made again on one device, once the ranks are idle, and compared bit by bit.");
   });
 }
@@ -90,7 +90,7 @@ export async function verify(id) {
 export async function download(id) {
   const path = `/v1/videos/${id}/content`;
   try {
-    // With a key, which a link cannot send, the file is read here; without one only its name is.
+    // A link cannot send an API key. So with a key, the page reads the whole file, and otherwise only the file's name.
     const answer = await request(path, { method: apiKey() ? "GET" : "HEAD" });
     save(apiKey() ? URL.createObjectURL(await answer.blob()) : path, fileNameOf(answer));
   } catch (error) {
@@ -106,10 +106,11 @@ function save(address, name) {
   setTimeout(() => release(address), 60000);
 }
 
-/** Saves all finished clips as one zip, which the browser writes to the disk as it arrives. */
+/** Saves all finished clips as one zip. Without an API key, the browser writes the zip to disk while it arrives. */
 export async function downloadAll() {
   const shown = [...state.videos.values()].filter((video) => video.status === "completed" && !state.removals.has(video.id));
-  // Those that are being removed are no longer wanted; a long list of ids has no room in an address.
+  // While clips are being removed, the request lists the ids of the others. But if the page does not know all clips, or
+  // the ids would make the URL too long, the request has no ids, and the zip has all clips.
   const isPart = state.removals.size > 0 && !state.hasOlder && shown.length <= MAX_IDS;
   const path = `/v1/videos/archive${isPart ? `?${shown.map(({ id }) => `ids=${id}`).join("&")}` : ""}`;
   if (!apiKey()) {
@@ -131,11 +132,11 @@ export async function downloadAll() {
 export async function copyParameters(id) {
   const video = state.videos.get(id);
   const pairs = Object.entries({ model: video.model, ...requestOf(video) }).map(([name, value]) => {
-    // A seed above 2^53 is text here, and a number for every other program.
+    // A seed above 2^53 is a string on this page (see `parse`), but is copied as a JSON number.
     return `  "${name}": ${name === "seed" ? value : JSON.stringify(value)}`;
   });
   const copied = await copyText(`{\n${pairs.join(",\n")}\n}\n`);
-  toast(copied ? "Parameters copied." : "The browser did not allow to copy.");
+  toast(copied ? "Parameters copied." : "The browser did not allow copying.");
 }
 
 async function copyText(text) {
@@ -143,7 +144,7 @@ async function copyText(text) {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    // Without HTTPS, browsers have the clipboard's interface only on localhost.
+    // Without HTTPS, browsers offer `navigator.clipboard` only on localhost. Elsewhere, a selected text is copied.
     const area = make("textarea", { value: text, className: "hidden", "aria-hidden": "true" });
     const before = document.activeElement;
     document.body.append(area);

@@ -1,4 +1,4 @@
-// Owns the finished clips: a card for each, and what can be done with it.
+// Cards of the finished clips, with buttons for the actions on each clip.
 
 import { copyParameters, download, verify } from "./actions.js";
 import { get, errorText } from "./api.js";
@@ -51,7 +51,7 @@ export function playAll() {
   emit("change");
 }
 
-/** Tries again the clips that could not be loaded. */
+/** Loads again the clips that could not be loaded. */
 export function retryCards() {
   for (const card of $("clip-list").children) card.player.retry();
 }

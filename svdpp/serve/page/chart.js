@@ -1,4 +1,4 @@
-// Owns the chart of ranks over time: what each rank does now and did in the last minute.
+// Chart of the ranks over time: current action of each rank, and its actions in the last minute.
 
 import { tintOf } from "./clips.js";
 import { $, make, makeSvg, renderList, setAttribute, setText } from "./dom.js";
@@ -17,7 +17,7 @@ export function renderRanks() {
   $("rank-axis").hidden = !ranks.length;
   setText($("ranks-empty"), state.engine ? "No rank is up yet." : "Waiting for the server.");
   setText($("ranks-note"), noteOf(ranks));
-  if (state.connection === "gone" || !$("ranks-fold").open) return; // the last minute stays as it was
+  if (state.connection === "gone" || !$("ranks-fold").open) return; // without new reports, the chart stays
   renderList($("rank-list"), ranks, (rank) => rank.rank, createRank, updateRank);
 }
 
@@ -27,7 +27,7 @@ function noteOf(ranks) {
   return `${plural(ranks.length, "rank")}, ${working ? `${working} at work` : "idle"}`;
 }
 
-/** The chart is folded until a person wants to see it, and then stays so. */
+/** Restores whether the chart is open, and stores each change. It is folded until a user opens it. */
 export function listenToRanks() {
   try { $("ranks-fold").open = localStorage.getItem(FOLD) === "open"; } catch { /* storage may be forbidden */ }
   $("ranks-fold").querySelector("summary").addEventListener("click", () => setTimeout(() => {
@@ -84,14 +84,17 @@ function rankStatus(rank) {
   if (rank.doing === "idle") return "idle";
   if (rank.doing === "wait") return name ? `waits for ${name}` : "waits";
   if (rank.step === null) return `${ACTIONS[rank.action] ?? rank.action} ${name}`;
-  // The clip's own events may be newer than what the rank said last.
+  // The clip's event stream may have reported a later step than the rank's last report.
   const done = video?.rank === rank.rank ? Math.max(rank.step, video.step) : rank.step;
   return `${video ? stepText({ ...video, rank: rank.rank }, done) : `Step ${done + 1}`} · ${name}`;
 }
 
 const positionOf = (time, end) => `${100 - percent(end - time)}%`;
 
-/** The spans within the window, with neighbours of one clip and kind joined: one rectangle instead of one a step. */
+/**
+ * Returns the parts of the spans that are within the last minute. Adjacent spans of the same clip and kind are merged,
+ * so that the chart has one rectangle for a rank's consecutive denoising steps instead of one for each step.
+ */
 function mergeSpans(spans, end) {
   const merged = [];
   for (const span of spans.sort((a, b) => a.start - b.start)) {

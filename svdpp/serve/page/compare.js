@@ -1,4 +1,4 @@
-// Owns the comparison of two clips, side by side and in step.
+// Comparison of two clips, which play side by side and at the same time.
 
 import { mediaOf, release, errorText } from "./api.js";
 import { tintOf } from "./clips.js";
@@ -64,12 +64,12 @@ function pauseCompare() {
 
 function seekCompare(time) {
   for (const player of shown.players) {
-    // The end itself would be "ended", which shows the last frame but starts from the first.
+    // At exactly its end, a video would be "ended": it shows the last frame, but would play on from the first.
     player.currentTime = Math.max(0, Math.min(time, (player.duration || 0) - 0.001));
   }
 }
 
-/** Holds the two clips together: the one that follows is corrected when it is half a frame off. */
+/** Keeps two playing clips in sync: moves the following one if it is off by more than half a frame and 0.05 s. */
 function syncCompare() {
   if (!$("compare").open) return;
   const { leader, players } = shown;
@@ -103,7 +103,7 @@ function showCompare() {
 function stepCompare(direction) {
   const { fps } = shown.videos[shown.players.indexOf(shown.leader)];
   pauseCompare();
-  // To the middle of a frame, where rounding does not matter.
+  // The time is set to the middle of a frame, where rounding cannot select a neighbouring frame.
   const frame = Math.floor(shown.leader.currentTime * fps + 1e-6) + direction;
   const last = Math.round((shown.leader.duration || 0) * fps) - 1;
   seekCompare((Math.min(last, Math.max(0, frame)) + 0.5) / fps);

@@ -1,8 +1,8 @@
-// Owns how elements are made and changed.
+// Helpers that create and change DOM elements.
 
 export const $ = (id) => document.getElementById(id);
 
-/** An element; `properties` are properties, attributes (aria-*, data-*, role) or listeners (on*). */
+/** Creates an element; `properties` are DOM properties, attributes (aria-*, data-*, role) or listeners (on*). */
 export function make(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -23,7 +23,7 @@ export function makeSvg(tag, attributes = {}, ...children) {
 
 export const icon = (name) => makeSvg("svg", { "aria-hidden": "true" }, makeSvg("use", { href: `#icon-${name}` }));
 
-/** A button with an icon; `text` is shown below it, `label` says the same of one clip. */
+/** Creates a button with an icon. `text` is shown below the icon; `label`, the tooltip, also names the clip or file. */
 export function iconButton(name, label, onclick, text = "") {
   const button = make("button", { type: "button", className: "icon-button", "aria-label": label, title: label },
     icon(name), ...(text ? [make("span", { textContent: text })] : []));
@@ -31,7 +31,7 @@ export function iconButton(name, label, onclick, text = "") {
   return button;
 }
 
-/** Sets a text only where it changes, so that a reader's place and a selection stay. */
+/** Sets an element's text only if it differs, so that a screen reader's position and a selection stay. */
 export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
@@ -41,7 +41,7 @@ export function setAttribute(element, name, value) {
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
 }
 
-/** Makes the children of `parent` those of `items`, reusing elements, so that focus and playback stay. */
+/** Shows one child of `parent` for each item. Existing elements are reused, so that focus and playback stay. */
 export function renderList(parent, items, keyOf, create, update) {
   const old = (parent.nodesByKey ??= new Map());
   const keys = new Set(items.map(keyOf));
@@ -61,16 +61,17 @@ export function renderList(parent, items, keyOf, create, update) {
   });
 }
 
-/** Moves the keyboard's focus from a node that goes to its neighbour, or else to their section. */
+/** Moves the focus from a node that is about to be removed to a neighbour's button, or else to the section. */
 function focusNear(node) {
   const section = node.closest("section, form");
   const neighbour = (node.nextElementSibling ?? node.previousElementSibling)?.querySelector("button");
-  // In the queue, whose rows end by themselves, a key pressed too late would cancel the next clip.
+  // A row of the queue also disappears when its clip ends. If the focus then moved to the next row's Cancel button,
+  // a key that is pressed a moment too late would cancel the wrong clip.
   const next = section.id === "queue" ? null : neighbour;
   (next ?? (section.id === "new" ? $("files") : section)).focus({ preventScroll: true });
 }
 
-/** Shows a message for a while and has a screen reader say it. */
+/** Shows a message for 6 seconds; screen readers read it aloud. */
 export function toast(text) {
   $("toast").textContent = text;
   $("toast").classList.remove("past");

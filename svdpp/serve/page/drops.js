@@ -1,4 +1,4 @@
-// Owns what is dropped, pasted or chosen: images, tables, and texts with prompts.
+// Files that a user drops, pastes or chooses: images, videos, tables, and text files with prompts.
 
 import { $, toast } from "./dom.js";
 import { field } from "./fields.js";
@@ -21,7 +21,10 @@ async function addFiles(files) {
   else if (texts.length) await addTexts(texts, others);
 }
 
-/** Takes texts that have the names of images as their prompts, and another text as prompts by line. */
+/**
+ * Takes prompts from text files. A text with the name of an image (a.txt for a.png) is the prompt of that image. If no
+ * text has such a name, each line of the first text is a prompt.
+ */
 async function addTexts(texts, images) {
   if ((model()?.inputs.prompt ?? "refused") === "refused") {
     toast("This model takes no prompt.");
@@ -41,9 +44,9 @@ async function addTexts(texts, images) {
   emit("form");
 }
 
-/** The files of a drop, with those that are in dropped folders. */
+/** Returns the dropped files, including the files in dropped folders. */
 async function filesOf({ items, files }) {
-  // Entries are known only until this function waits.
+  // The browser clears `items` at the first `await`, so all entries are read before it.
   const entries = [...items].map((item) => item.webkitGetAsEntry?.()).filter(Boolean);
   if (!entries.some((entry) => entry.isDirectory)) return [...files];
   return (await Promise.all(entries.map(filesIn))).flat();
@@ -52,21 +55,22 @@ async function filesOf({ items, files }) {
 async function filesIn(entry) {
   if (entry.isFile) return [await new Promise((resolve, reject) => entry.file(resolve, reject))];
   const reader = entry.createReader(), entries = [];
-  for (;;) { // it answers a hundred at a time
+  for (;;) { // one call returns at most 100 entries
     const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
     if (!some.length) break;
     entries.push(...some);
   }
   entries.sort((a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }));
   const found = (await Promise.all(entries.map(filesIn))).flat();
-  return found.filter((file) => isTableFile(file) || isTextFile(file) || isMedia(file)); // a folder has others, too
+  // A folder may also have files of other types, which are ignored.
+  return found.filter((file) => isTableFile(file) || isTextFile(file) || isMedia(file));
 }
 
 function paste(event) {
   const files = [...(event.clipboardData?.files ?? [])].filter(isMedia);
   const text = event.clipboardData?.getData("text") ?? "";
   const isTyped = event.target.closest?.("input, textarea");
-  // A spreadsheet puts a picture of its cells beside them.
+  // Cells that were copied from a spreadsheet come as text and as a picture. The text is taken.
   if (!isTyped && looksLikeTable(text)) takeTable(text);
   else if (files.length) addPhotos(files);
   else return;
@@ -76,7 +80,7 @@ function paste(event) {
 export function listenToDrops() {
   $("files").addEventListener("change", () => { addFiles([...$("files").files]); $("files").value = ""; });
   document.addEventListener("paste", paste);
-  // Files dropped beside the field must not replace the page.
+  // Without `preventDefault`, the browser would open a file that is dropped outside the field, instead of this page.
   for (const name of ["dragover", "dragleave", "drop"]) {
     document.addEventListener(name, (event) => {
       event.preventDefault();

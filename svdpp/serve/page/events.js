@@ -1,18 +1,18 @@
-// Owns the server-sent events: the running clips, followed as they go.
+// Server-sent events, which report each step of the running clips.
 
 import { parse, request } from "./api.js";
 import { byStart, drop, isOpen, takeVideo } from "./clips.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 
-// A browser opens six connections to a server over HTTP/1.1, for all of its tabs together.
+// Over HTTP/1.1, a browser opens at most six connections to a server, for all tabs together.
 const MAX_STREAMS = 2;
 
 const streams = new Map(); // id of a clip -> AbortController
 
 export const isFollowed = (id) => streams.has(id);
 
-/** Follows the running clips, the longest-running first; the list has the others. */
+/** Opens event streams of the `MAX_STREAMS` longest-running clips. The list of clips updates the others. */
 export function follow() {
   const running = [...state.videos.values()].filter((video) => video.status === "in_progress");
   running.sort(byStart);
@@ -30,13 +30,13 @@ async function readEvents(id) {
     });
     for await (const event of eventsOf(answer.body)) takeEvent(event);
   } catch {
-    // The next answer about the engine says whether the server is gone; the list says the rest.
+    // The next request for /v1/engine shows whether the server is gone, and the list shows the clip's state.
   }
-  // Not at once again: a stream that ends without a final state is a restart.
+  // The clip is followed again only after 2 s: a stream that ends before its clip means that the server restarts.
   setTimeout(() => { if (streams.get(id) === control) streams.delete(id); }, 2000);
 }
 
-/** The events of a stream, as text; they end with an empty line. */
+/** Yields the text of each event of a stream. An empty line ends an event. */
 async function* eventsOf(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -53,9 +53,9 @@ function takeEvent(text) {
   const data = text.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
   if (!data.length) return; // a comment that keeps the connection open
   const video = parse(data.join("\n"));
-  if (video.deleted) drop(video.id); // by another client
+  if (video.deleted) drop(video.id); // another client has removed the clip
   else takeVideo(video);
-  if (video.deleted || !isOpen(video)) state.listAt = 0; // the others have moved up
+  if (video.deleted || !isOpen(video)) state.listAt = 0; // the other clips have moved up in the queue
   emit("change");
 }
 

@@ -1,4 +1,4 @@
-// Owns the clips without a result: those that failed or were cancelled.
+// List of the clips that failed or were cancelled.
 
 import { copyParameters } from "./actions.js";
 import { tintOf } from "./clips.js";

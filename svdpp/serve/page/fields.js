@@ -1,4 +1,4 @@
-// Owns the fields of the form that only some models have, as the server lists them.
+// Fields of the form that depend on the model. The server lists them for each model.
 
 import { $, make, setText } from "./dom.js";
 import { inputWord, ownParameters, parameterNames } from "./format.js";
@@ -6,17 +6,17 @@ import { capital } from "./text.js";
 
 export const field = (name) => $("new").elements[name];
 
-/** The names of the parameters that the form has for a model. */
+/** Returns the names of the parameters that the form shows for a model. */
 export const namesFor = (model) =>
   parameterNames().filter((name) => model?.fields[name] || (model?.inputs[name] ?? "refused") !== "refused"
     || (name === "lora" && model?.loras?.length > 0));
 
-/** The last image, the references and the further videos that clips of a model take, by name. */
+/** Returns the names of a model's file fields besides the input: last image, references, and further videos. */
 export const videosOf = (model) =>
   Object.entries(model?.inputs ?? {}).filter(([name, use]) =>
     use !== "refused" && !["input_reference", "prompt", "negative_prompt"].includes(name)).map(([name]) => name);
 
-/** Gives the form the fields of a model. */
+/** Shows the fields of a model in the form, and hides the others. */
 export function showModelFields(model) {
   const names = namesFor(model);
   for (const name of ["prompt", "negative_prompt", "lora", "fit"]) field(name).closest("label").hidden = !names.includes(name);

@@ -1,4 +1,4 @@
-// Owns the settings of new clips: the model's defaults, their limits, and where a wrong one is shown.
+// Settings of new clips in the form: defaults and limits of the model, and errors beside the fields.
 
 import { $, make, toast, setAttribute, setText } from "./dom.js";
 import { field, namesFor, showModelFields, videosOf } from "./fields.js";
@@ -19,11 +19,11 @@ function fillModels() {
   select.closest("label").hidden = state.models.length < 2;
   $("settings").disabled = false;
   if (model()) showModelFields(model());
-  if (before && state.models.some((each) => each.id === before)) select.value = before; // a person's values stay
+  if (before && state.models.some((each) => each.id === before)) select.value = before; // the user's values stay
   else restoreForm();
 }
 
-/** Fills the form with what it had before the page was loaded again, or else with the defaults. */
+/** Fills the form with the values that it had before a reload of the page, or else with the model's defaults. */
 function restoreForm() {
   const kept = keptForm();
   if (kept && state.models.some((each) => each.id === kept.values.model)) field("model").value = kept.values.model;
@@ -35,7 +35,7 @@ function restoreForm() {
   $("settings").querySelector("details").open = kept.isOpen;
 }
 
-/** What a reload keeps of the form. */
+/** Returns the values of the form that are kept for a reload of the page. */
 export const formValues = () => ({
   values: settings(), lines: field("lines").checked, variations: field("variations").value,
   isOpen: $("settings").querySelector("details").open,
@@ -70,7 +70,10 @@ export function settings() {
   return { model: field("model").value, ...values };
 }
 
-/** Shows what is wrong; `others` have values besides those of the form, so that its own may be missing. */
+/**
+ * Checks the fields of the form, and shows an error beside each invalid one. `others` are names of fields that are not
+ * checked, because the rows of the table may have their values.
+ */
 export function fieldsAreValid(others = []) {
   const names = [...namesFor(model()), "variations", ...videosOf(model())];
   const inputs = names.filter((name) => !others.includes(name)).map(field);
@@ -96,7 +99,7 @@ function limitText(input) {
   return `${whole} of ${input.min} or more.`;
 }
 
-/** [field, words] of each setting that the server refuses. */
+/** Returns [name of the field, message] for each field of the form that an error of the API is about. */
 export function fieldErrorsOf(error) {
   const known = (name) => (name === "seconds" ? "frames" : name);
   const has = (name) => [...namesFor(model()), ...videosOf(model()), "model"].includes(known(name));
@@ -147,7 +150,7 @@ export function listenToForm() {
   document.addEventListener("keydown", submitByKey);
 }
 
-/** Ctrl+Enter, or Cmd+Enter, makes the clips from every field, and from where none has the focus. */
+/** Submits the form on Ctrl+Enter or Cmd+Enter if the focus is in the form, in the table, or on no element. */
 function submitByKey(event) {
   if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.repeat) return;
   const { target } = event;

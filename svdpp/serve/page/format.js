@@ -1,4 +1,4 @@
-// Owns how a clip is described: names, states, times.
+// Texts that describe a clip: names, states, times.
 
 import { make } from "./dom.js";
 import { state } from "./state.js";
@@ -6,31 +6,31 @@ import { duration, now, plural, sentence } from "./text.js";
 
 const FIRST = ["prompt", "negative_prompt", "size", "steps", "frames", "fps", "seed"];
 const LAST = ["lora", "fit", "priority"];
-// Fields of requests that say nothing of a clip which `FIRST` does not.
+// Request fields that the page does not show: `frames` implies `seconds`, and `callback_url` does not affect the clip.
 const OTHERS = ["seconds", "callback_url"];
 
-/** The names of the parameters that only some models have, in the server's order. */
+/** Returns the names of a model's parameters that not all models have, in the server's order. */
 export const ownParameters = (model) =>
   Object.keys(model.fields).filter((name) => ![...FIRST, ...LAST, ...OTHERS].includes(name));
 
-/** The names of all models' parameters, in the order in which they are shown. */
+/** Returns the names of the parameters of all models, in the order in which the page shows them. */
 export const parameterNames = () => [...FIRST, ...new Set((state.models ?? []).flatMap(ownParameters)), ...LAST];
 
-/** The parameters that a clip has a value for. */
+/** Returns the names of the parameters that have a value in a clip. */
 export const parametersOf = (video) =>
   parameterNames().filter((name) => (video[name] ?? null) !== null && (name !== "fit" || video.input));
 
-/** What a model makes clips from besides a prompt, in one word: "image" or "video". */
+/** Returns the kind of a model's input file: "image" or "video". */
 export const inputWord = (model) => model?.input_kind ?? "image";
 
-/** A clip's LoRAs as a request names them: without their hashes. */
+/** Returns a clip's LoRAs in the form that a request needs, without hashes. */
 const lorasOf = ({ lora }) => lora?.map(({ name, scale, expert }) => ({ name, scale, ...(expert ? { expert } : {}) }));
 
-/** The parameters of a clip as a request for the same clip has them, by name. */
+/** Returns the fields of a request for the same clip, by name. */
 export const requestOf = (video) =>
   Object.fromEntries(parametersOf(video).map((name) => [name, name === "lora" ? lorasOf(video) : video[name]]));
 
-/** A parameter of a clip as text. */
+/** Returns the value of a clip's parameter as text. */
 export function parameterText(video, name) {
   if (name !== "lora") return String(video[name] ?? "");
   return (video.lora ?? []).map(({ name: lora, scale, expert }) => [lora, scale, expert].filter(Boolean).join(" ")).join(", ");
@@ -47,7 +47,7 @@ const PROOFS = {
 
 const NAME_LETTERS = 60;
 
-/** The beginning of a clip's prompt, or the name of its image or video. */
+/** Returns the beginning of a clip's prompt, or else the name of its image or video. */
 export function nameOf({ prompt, input }) {
   const text = prompt?.trim().replace(/\s+/g, " ") || input?.name || "clip";
   return text.length > NAME_LETTERS && prompt ? `${text.slice(0, NAME_LETTERS - 1).trimEnd()}…` : text;
@@ -59,7 +59,7 @@ export const titleOf = (video) => `${nameOf(video)}, seed ${video.seed}`;
 export const shapeOf = ({ size, frames, steps }) =>
   `${size.replace("x", "×")} · ${plural(frames, "frame")} · ${plural(steps, "step")}`;
 
-/** A clip's proof; what is to be verified waits as long as the ranks have work. */
+/** Returns the state of a clip's verification. "asked": it begins once the ranks have no more clips to make. */
 export function proofOf(video) {
   const { queued = 0, in_progress: running = 0 } = state.engine?.queue ?? {};
   return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
@@ -70,13 +70,16 @@ export function proofText(video) {
   return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
 }
 
-/** A line with what becomes of a clip's input that a person may not expect; hidden if there is nothing. */
+/** Creates a line with the server's remarks on a clip's input, such as that it is stretched; hidden without remarks. */
 export function remarksOf({ remarks = [] }) {
   const text = remarks.map(sentence).join(" ");
   return make("span", { className: "note remarks", textContent: text, title: text, hidden: !text });
 }
 
-/** `index` of a clip among the waiting ones of this page, whose places may be of different moments. */
+/**
+ * Returns the position of a waiting clip as text. `index` is the clip's index in the page's list of waiting clips. The
+ * position that the server reported may be outdated, so the larger of the two is shown.
+ */
 export function placeText(video, index) {
   if (video.held) return `Waits: ${video.held}`;
   const place = Math.max(video.place ?? 0, index);
@@ -84,26 +87,26 @@ export function placeText(video, index) {
   return video.step ? `${text}; goes on after step ${video.step}` : text;
 }
 
-/** The step that is computed now, counted from 1. */
+/** Returns the stage of a clip in progress as text, such as "Step 3 of 25". `done` is the number of finished steps. */
 export function stepText(video, done = video.step) {
   if (done >= video.steps) return "Decoding";
   return done || video.rank !== null ? `Step ${done + 1} of ${video.steps}` : "Begins";
 }
 
-/** Seconds until a clip is finished, counted down between two answers. */
+/** Returns the seconds until a clip is finished: the server's last ETA minus the time since then; null if unknown. */
 export function etaOf(video) {
   if (video.eta_seconds === null || video.eta_seconds === undefined) return null;
   return Math.max(0, video.eta_seconds - (now() - video.eta_at));
 }
 
 export function etaText(video) {
-  if (video.held) return ""; // nobody knows when such a server is started
+  if (video.held) return ""; // no running server can make the clip, so its time is unknown
   const left = etaOf(video);
-  if (left === null) return state.engine?.state === "ready" ? "time known after a first step" : "";
+  if (left === null) return state.engine?.state === "ready" ? "time is known after the first step" : "";
   return left < 1 ? "ready now" : `ready in ${duration(left)}`;
 }
 
-/** When all open clips are finished, once that is known of each. */
+/** Returns a text with the time until all open clips are finished; empty while the ETA of a clip is unknown. */
 export function allText(open) {
   const etas = open.map(etaOf);
   return etas.length > 1 && !etas.includes(null) ? `all finished in about ${duration(Math.max(...etas))}` : "";

@@ -1,4 +1,4 @@
-// Owns the header of the page: the state of the server, and what a person must know now.
+// Header of the page: state of the server, and a banner with important messages.
 
 import { apiKey } from "./api.js";
 import { isOpen } from "./clips.js";
@@ -10,7 +10,7 @@ import { titleOf } from "./format.js";
 const STATES = { loading: "Loading", gone: "Server gone", locked: "Locked", starting: "Starting", ready: "Ready",
   restarting: "Restarting", closing: "Shutting down" };
 
-/** What to say of built-in models that only try out a server. */
+/** Notes on the built-in models, which only serve to try out a server. */
 export const TOY_MODELS = {
   demo: "demo is a toy model: it shows how the server works, not what Stable Video Diffusion makes.",
   "demo-text": "demo-text is a toy model: it moves one coloured shape. Try: a red circle moves right on a blue background",
@@ -27,7 +27,7 @@ export function renderHeader() {
   document.title = open.length ? `(${open.length}) svdpp` : "svdpp";
 }
 
-/** How many clips are in which state; held ones do not wait for their turn. */
+/** Returns the number of open clips in each state as text. A held clip, which no server can make, is not "waiting". */
 export function summaryText(open) {
   const running = open.filter((video) => video.status === "in_progress").length;
   const held = open.filter((video) => video.held).length;
@@ -36,7 +36,10 @@ export function summaryText(open) {
     .filter(([number]) => number).map((part) => part.join(" ")).join(" · ");
 }
 
-/** Of more clips than the list has, the server counts those of all keys. */
+/**
+ * Returns the number of waiting clips. If the list does not have all of them, the server's count is returned. But with
+ * API keys, that count includes the clips of other keys, so "N or more" is returned instead.
+ */
 function numberWaiting(listed, running) {
   if (!state.moreWaiting) return listed;
   const { queued, in_progress: taken } = state.engine.queue;
@@ -61,7 +64,7 @@ function bannerText() {
     return [`${words} Next try in ${wait} s; tries so far: ${state.failures}.`, "bad", "Try now"];
   }
   if (different.length) {
-    return [`${different.map(titleOf).join("; ")}: not the bits that diffusers gives on one device. Do not use `
+    return [`${different.map(titleOf).join("; ")}: not bitwise equal to diffusers on one device. Do not use `
       + "this server's clips until you know why: the log has the details.", "bad", ""];
   }
   const restarts = state.engine.restarts ? ` Restarts so far: ${state.engine.restarts}.` : "";

@@ -1,13 +1,13 @@
-// Owns what a reload keeps: the form in the tab's session storage, its images in IndexedDB.
+// Data that survives a reload of the page: the form in the tab's session storage, its images in IndexedDB.
 
 import { token } from "./random.js";
 
 const FORM = "svdpp-form";
-const TAB = "svdpp-tab"; // images of other tabs are in the same database
-const FORGOTTEN = "svdpp-forgotten"; // ids: a reload may stop the database before it deletes an image
-const OLD_SECONDS = 86400; // of images that no tab came back for
+const TAB = "svdpp-tab"; // name of the tab: all tabs store their images in the same database
+const FORGOTTEN = "svdpp-forgotten"; // ids of removed images: a reload may come before the database deletes them
+const OLD_SECONDS = 86400; // age at which an image is deleted if its tab was not loaded again
 
-/** The form as it was; null if there is none. */
+/** Returns the stored values of the form; null if none are stored. */
 export function keptForm() {
   try { return JSON.parse(sessionStorage.getItem(FORM)); } catch { return null; }
 }
@@ -15,8 +15,8 @@ export function keptForm() {
 export function keepForm(values) {
   try {
     sessionStorage.setItem(FORM, JSON.stringify(values));
-  } catch { // storage is full, and an older form would be the wrong one, or it is forbidden
-    try { sessionStorage.removeItem(FORM); } catch { /* there is none */ }
+  } catch { // Storage is full or forbidden. An older form that is still stored would be outdated, so it is removed.
+    try { sessionStorage.removeItem(FORM); } catch { /* storage is forbidden, so nothing is stored */ }
   }
 }
 
@@ -31,7 +31,8 @@ const answerOf = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
-let opened = null; // once, so that a change just before a reload is still begun
+// The database is opened only once, so that it is ready for an image that is added just before a reload.
+let opened = null;
 
 function open() {
   const opening = indexedDB.open("svdpp", 1);
@@ -39,18 +40,18 @@ function open() {
   return answerOf(opening);
 }
 
-/** Does something with the stored images; a browser that forbids it keeps none. */
+/** Calls `work` with the database's images; returns [] if the browser does not allow the database. */
 async function withPhotos(work) {
   try {
     opened ??= open();
     return await work((await opened).transaction("photos", "readwrite").objectStore("photos"));
   } catch (error) {
-    console.info(`Images are not kept: ${error.message}`);
+    console.info(`Images are not stored for a reload: ${error.message}`);
     return [];
   }
 }
 
-let numKept = 0; // orders those of one millisecond
+let numKept = 0; // orders images that were added in the same millisecond
 
 export function keepPhoto({ id, file }) {
   const photo = { id, file, tab: tabName(), at: Date.now(), index: numKept++ };
@@ -64,11 +65,11 @@ function forgottenIds() {
 export function forgetPhoto(id) {
   try {
     sessionStorage.setItem(FORGOTTEN, JSON.stringify([...forgottenIds(), id]));
-  } catch { /* storage is full or forbidden: the database alone forgets the image */ }
+  } catch { /* storage is full or forbidden: only the database forgets the image */ }
   return withPhotos((photos) => answerOf(photos.delete(id)));
 }
 
-/** The images that this tab had, in their order; forgets those that no tab came back for. */
+/** Returns this tab's stored images in their order; deletes removed ones, and old ones of tabs that were closed. */
 export function keptPhotos() {
   return withPhotos(async (photos) => {
     const all = await answerOf(photos.getAll());

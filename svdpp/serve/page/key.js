@@ -1,4 +1,4 @@
-// Owns the panel for the API key: asking for it, and starting over with another.
+// Panel for the API key: asks for a key, and reloads everything when the key changes.
 
 import { apiKey, storeKey } from "./api.js";
 import { forget } from "./clips.js";
@@ -11,7 +11,7 @@ function lock(message) {
   if (state.connection === "locked") return;
   state.connection = "locked";
   stopStreams();
-  const refused = `The server refuses this key: ${message ?? "it does not know it"}.`;
+  const refused = `The server refuses this key: ${message ?? "the key is unknown"}.`;
   setText($("lock-text"), apiKey() ? refused : "This server needs an API key.");
   openLock();
 }
@@ -30,7 +30,7 @@ function closeLock() {
   emit("change");
 }
 
-/** Starts with another key: what the former one could see goes. */
+/** Starts again with another key, and forgets the clips of the previous key. */
 function useKey(value) {
   storeKey(value);
   stopStreams();

@@ -1,12 +1,12 @@
-// Owns the list of clips: when it is read again, and how its pages are put together.
+// List of clips: when it is read again, and how its pages are merged.
 
 import { get } from "./api.js";
 import { drop, forget, isOpen, takeVideo } from "./clips.js";
 import { state } from "./state.js";
 import { now } from "./text.js";
 
-const LIST_SECONDS = 10; // age of the list after which it is read again, with open clips
-const PROVING_SECONDS = 3; // the same while a clip is being verified
+const LIST_SECONDS = 10; // maximum age of the list while clips are queued or in progress
+const PROVING_SECONDS = 3; // maximum age of the list while a clip is being verified
 const PAGE_CLIPS = 100;
 
 export function listIsOld() {
@@ -23,7 +23,7 @@ function maxAge(videos) {
 
 const readPage = (query) => get(`/v1/videos?limit=${PAGE_CLIPS}&${query}`);
 
-/** Reads the newest clips, and the open ones if they need not be among these. */
+/** Reads the newest clips. If the server has more clips, also reads those that are queued or in progress. */
 export async function readList() {
   const newest = await readPage("order=desc");
   const open = newest.has_more ? ["queued", "in_progress"].map((status) => readPage(`order=asc&status=${status}`)) : [];
@@ -31,7 +31,7 @@ export async function readList() {
   const videos = [newest, waiting, running].flatMap((answer) => answer?.data ?? []);
   const found = new Map(videos.map((video) => [video.id, video]));
   const unclear = dropMissing(found, newest, waiting);
-  // In the order of their requests, so that neighbours have different colours.
+  // Clips get their colours in the order of their requests, so that neighbours differ in colour.
   for (const video of [...found.values()].reverse().sort((a, b) => a.created_at - b.created_at)) {
     takeVideo(video, { quietly: !state.listed });
   }
@@ -43,7 +43,7 @@ export async function readList() {
   state.listAt = now();
 }
 
-/** Forgets the clips that the server no longer has; returns the ids of those that may only be on another page. */
+/** Forgets clips that the server no longer has; returns the ids of clips that may be on a page that was not read. */
 function dropMissing(found, newest, waiting) {
   const oldest = newest.data.at(-1)?.created_at ?? 0;
   const unclear = [];

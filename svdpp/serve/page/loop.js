@@ -1,4 +1,4 @@
-// Owns the loop that asks for /v1/engine every second; its answer also says when the list of clips is out of date.
+// Loop that requests /v1/engine every second. The response also shows when the list of clips is out of date.
 
 import { get, ServerUnreachable, ApiError } from "./api.js";
 import { toast } from "./dom.js";
@@ -11,7 +11,7 @@ import { state } from "./state.js";
 import { now } from "./text.js";
 
 const MAX_BACKOFF_SECONDS = 30;
-const ANSWER_SECONDS = 15; // a server that takes longer to say what its ranks do is gone
+const ANSWER_SECONDS = 15; // a server that takes longer to respond to /v1/engine counts as gone
 
 let wake = () => {};
 on("stale", () => wake());
@@ -47,7 +47,7 @@ function handleDisconnect(error) {
   if (error instanceof ApiError) state.problem = error.words;
   else if (!(error instanceof ServerUnreachable || error.name === "TimeoutError")) {
     console.error(error);
-    state.problem = `The page cannot read the server's answer: ${error.message}.`;
+    state.problem = `The page cannot read the server's response: ${error.message}.`;
   }
   state.retryAt = now() + Math.min(MAX_BACKOFF_SECONDS, 2 ** (state.failures - 1));
   if (state.connection !== "gone") toast("The server does not answer. The page tries again by itself.");
@@ -70,7 +70,7 @@ async function readModels() {
   emit("models");
 }
 
-/** Tries now what would be tried later. */
+/** Makes the loop try again now, without waiting for the end of the pause. */
 export function retry() {
   state.retryAt = 0;
   emit("stale");

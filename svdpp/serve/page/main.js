@@ -1,7 +1,7 @@
-// Owns the start of the page, and showing all of it again whenever something has changed.
+// Start of the page, and rendering of the whole page after each change.
 //
-// The page shows what the JSON API says, and asks the API for clips. Nothing here builds HTML from text, so no
-// name of a file can become markup.
+// The page is a client of the JSON API. It never builds HTML from strings, so text such as a file name cannot become
+// markup.
 
 import { apiKey, errorText } from "./api.js";
 import { playAll, renderClips, retryCards } from "./cards.js";
@@ -59,7 +59,7 @@ function listen() {
   addEventListener("online", retry);
 }
 
-/** The icon of the tab, drawn here: a file would be one more request. */
+/** Sets the icon of the tab. It is drawn here, because a file would need another request. */
 function drawIcon() {
   const drawing = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32">'
     + '<rect width="32" height="32" rx="7" fill="#3350c4"/>'
@@ -72,6 +72,6 @@ drawIcon();
 for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToPhotos, listenToDrops,
   listenToSending, listenToCompare, listenToQueue, listenToRanks, listenToRemovals, listen]) start();
 render();
-// The countdown of a server that is gone moves between two answers.
+// While the server is gone, the banner counts down the seconds until the next try.
 setInterval(() => { if (!document.hidden && state.connection === "gone") renderBanner(); }, 1000);
 loop();

@@ -1,4 +1,4 @@
-// Owns what the form asks for: one order for each image, prompt and variation.
+// Orders of the form: one for each combination of image, prompt and variation. An order becomes a request for a clip.
 
 import { $, setText } from "./dom.js";
 import { field, videosOf } from "./fields.js";
@@ -10,14 +10,14 @@ import { on } from "./signals.js";
 import { state } from "./state.js";
 import { plural } from "./text.js";
 
-const MAX_SEED = 2n ** 63n - 1n; // as of the API
+const MAX_SEED = 2n ** 63n - 1n; // largest seed that the API accepts
 
-// What an order was given when it was tried first, so that a second try is the same request.
+// Seed and idempotency key of each order from its first try, so that a second try sends the same request.
 const given = new Map(); // signature -> {seed, key, isSent}
 
 const takesPrompt = () => (model()?.inputs.prompt ?? "refused") !== "refused";
 
-/** The prompts of the form: one, or those of its lines. */
+/** Returns the prompts of the form: its whole text, or each line of the text. */
 function prompts() {
   const text = field("prompt").value;
   if (!takesPrompt() || !field("lines").checked) return [text.trim()];
@@ -27,14 +27,14 @@ function prompts() {
 
 export const variations = () => Math.max(1, Math.floor(Number(field("variations").value)) || 1);
 
-/** How many clips a press of the button makes. */
+/** Returns the number of clips that the button would request now. */
 export function numOrders() {
   if (given.size > 0) return drafts().filter(({ signature }) => !given.get(signature)?.isSent).length;
   const number = tableIsOpen() ? rowsToMake().length : prompts().length * (state.photos.length || 1);
   return number * variations();
 }
 
-/** Returns the orders that are still to be sent; those of a press before that was stopped keep their seeds. */
+/** Returns the orders that are not sent yet. Orders of an earlier press that was stopped keep their seeds. */
 export function ordersToSend() {
   return drafts().map(({ signature, index, ...draft }) => {
     const { values } = draft;
@@ -45,7 +45,7 @@ export function ordersToSend() {
   }).filter((order) => !order.given.isSent);
 }
 
-/** What is asked for, each variation with a text that only the same one has. */
+/** Returns a draft for each variation of each order. Drafts of the same request have the same `signature`. */
 function drafts() {
   const files = videosOf(model()).flatMap((name) => [...field(name).files].map((file) => [name, file]));
   return (tableIsOpen() ? rowOrders(settings()) : formOrders()).flatMap((each) => {
@@ -65,13 +65,13 @@ function formOrders() {
     { photo, line, values: takesPrompt() ? { ...values, prompt } : values })));
 }
 
-/** Whether the last variation of a typed seed is one that the server takes. */
+/** Whether the seed of the last variation is still in the API's range; each variation adds 1 to the typed seed. */
 export const seedsAreInRange = (seed) => !seed || BigInt(seed) + BigInt(variations() - 1) <= MAX_SEED;
 
-/** Forgets what was sent: the same form makes new clips from now on. */
+/** Forgets which orders were sent, so that the same form makes new clips from now on. */
 export const forgetOrders = () => given.clear();
 
-/** Says on the button and above it what a press makes. */
+/** Shows on the button and above it which clips a press would request. */
 export function renderOrders() {
   const number = numOrders();
   const { sending } = state;
@@ -103,7 +103,7 @@ function planText(number) {
   return [product, product && length ? `each ${length}` : length].filter(Boolean).join(", ");
 }
 
-/** What a person has changed is kept for a reload. */
+/** Renders the orders after each change, and stores changes of the form for a reload. */
 export function listenToOrders() {
   on("photos", renderOrders);
   on("form", () => {

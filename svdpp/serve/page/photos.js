@@ -1,4 +1,4 @@
-// Owns the chosen images or videos, up to the press of the button.
+// Images or videos that the user has chosen, but not sent yet.
 
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
@@ -28,7 +28,7 @@ function takePhoto({ id, file }) {
   return photo;
 }
 
-/** Brings back the images that were chosen before the page was loaded again. */
+/** Restores the images that were chosen before a reload of the page. */
 async function restorePhotos() {
   if (model()?.inputs.input_reference === "refused") return;
   for (const photo of await keptPhotos()) if (!state.photos.some(({ id }) => id === photo.id)) takePhoto(photo);
@@ -36,7 +36,7 @@ async function restorePhotos() {
   emit("photos");
 }
 
-/** Why the server would refuse a file; empty if that is not known. */
+/** Returns why the server would refuse a file; empty if no reason is known. */
 function faultOf(file) {
   const takesVideo = inputWord(model()) === "video" && file.type.startsWith("video/");
   const word = inputWord(model());

@@ -1,16 +1,16 @@
-// Owns how a card's clip is loaded, played and let go.
+// Player of a card's clip: loads, plays and unloads it.
 
 import { mediaOf, release } from "./api.js";
 import { icon, iconButton, make, setAttribute, setText } from "./dom.js";
 import { state } from "./state.js";
 import { titleOf } from "./format.js";
 
-// Clips outside the window neither load nor play.
+// Clips that are more than 200 px outside the window are neither loaded nor played.
 const watcher = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) target.player.see(isIntersecting);
 }, { rootMargin: "200px" });
 
-// Browsers have a limit of some dozens of loaded videos on a page.
+// Clips outside the window are unloaded, because browsers load only some dozens of videos on a page.
 function unload(element) {
   element.removeAttribute("src");
   element.load();
@@ -22,7 +22,7 @@ export class Player {
     this.title = titleOf(video);
     this.isVisible = false;
     this.isWanted = !state.paused;
-    this.address = null; // of what is loaded
+    this.address = null; // URL of the clip; null until it is known
     this.toggle = iconButton("pause", "", () => this.play(this.element.paused));
     this.fault = make("p", { className: "error", hidden: true });
     this.element = this.makeElement();
@@ -60,7 +60,7 @@ export class Player {
     this.apply();
   }
 
-  /** Tries again what could not be loaded. */
+  /** Loads the clip again if it could not be loaded. */
   retry() {
     if (!this.fault.hidden) this.apply();
   }

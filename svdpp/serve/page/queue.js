@@ -1,4 +1,4 @@
-// Owns the queue: the clips that run and wait, with their progress.
+// Queue: clips in progress and waiting clips, with their progress.
 
 import { cancel, cancelAll, pressTwice } from "./actions.js";
 import { byStart, isNewer, tintOf } from "./clips.js";
@@ -24,7 +24,7 @@ export function renderQueue(open) {
 
 export function listenToQueue() {
   pressTwice($("cancel-all"), "Cancel all?", "Really cancel all clips in the queue?", cancelAll);
-  // On a narrow window the queue comes before the form, for the eye and for the keyboard.
+  // In a narrow window the queue is above the form. It is moved in the DOM, so that the Tab key follows the same order.
   const narrow = matchMedia("(max-width: 700px)");
   const place = () => (narrow.matches ? $("main").prepend($("queue")) : $("ranks").before($("queue")));
   narrow.addEventListener("change", place);
@@ -35,9 +35,9 @@ function renderNotes(open) {
   const isUnknown = state.connection === "gone" && !state.listed;
   $("queue-empty").hidden = open.length > 0;
   setText($("queue-empty"), state.listed ? "The queue is empty." : isUnknown ? "Unknown while the server is gone." : "Loading.");
-  setText($("queue-note"), allText(open.filter((video) => !busyText(video)))); // not of cancelled ones
+  setText($("queue-note"), allText(open.filter((video) => !busyText(video)))); // without clips that are being cancelled
   setText($("eta-error"), etaErrorText(state.engine?.eta_error));
-  $("eta-error").title = "The median of the newest clips";
+  $("eta-error").title = "Median over the newest clips";
 }
 
 function renderMore(number, most) {
@@ -47,12 +47,12 @@ function renderMore(number, most) {
   setAttribute($("queue-more"), "aria-expanded", state.wholeQueue);
 }
 
-/** What is being done with a clip; a running one is cancelled when its ranks let go of it. */
+/** Returns the action in progress on a clip, such as "Cancelling…" until the ranks have dropped a running clip. */
 const busyText = (video) => state.busy.get(video.id) ?? (video.cancel_requested ? "Cancelling…" : "");
 
-/** The median of (actual - promised) / promised, in words. */
+/** Returns the median of (actual - promised) / promised time as text. */
 function etaErrorText(error) {
-  if (!error || error.clips < 3) return ""; // the first promises know no measured times
+  if (!error || error.clips < 3) return ""; // the first ETAs are made before any time is measured
   const percent = Math.round(100 * error.median);
   if (percent === 0) return "clips finish as promised";
   if (percent > 100) return `clips take ${Math.round(1 + error.median)} times as long as promised`;
@@ -94,6 +94,7 @@ function updateRow(node, video) {
   setText(status, busy || now);
   const rank = isWaiting || video.rank === null ? "" : `rank ${video.rank}`;
   setText(eta, busy ? "" : [rank, etaText(video)].filter(Boolean).join(" · "));
-  setAttribute(button, "aria-disabled", Boolean(busy) || null); // `disabled` would lose the focus
+  // `aria-disabled`, because `disabled` would take the focus from the button.
+  setAttribute(button, "aria-disabled", Boolean(busy) || null);
   setAttribute(button, "aria-label", `Cancel ${titleOf(video)}`);
 }

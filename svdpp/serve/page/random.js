@@ -1,6 +1,6 @@
-// Owns what is drawn: seeds, and tokens that no other tab draws.
+// Random seeds, and random tokens that are unique across tabs.
 
-/** Six digits: short enough to read out. */
+/** Returns a random seed of up to six digits, which is short enough to read aloud. */
 export const randomSeed = () => String(crypto.getRandomValues(new Uint32Array(1))[0] % 1e6);
 
 // crypto.randomUUID exists only on HTTPS and localhost.

@@ -1,4 +1,4 @@
-// Owns the removal of clips, which can be undone for some seconds: until then the server is not asked.
+// Removal of clips. It can be undone for some seconds; the server gets the request only after this time.
 
 import { request, errorText } from "./api.js";
 import { forget } from "./clips.js";
@@ -19,7 +19,7 @@ function remove(video) {
   const removal = { isFinal: false, timer: setTimeout(() => removeNow(video.id), 1000 * UNDO_SECONDS) };
   state.removals.set(video.id, removal);
   state.picked = state.picked.filter((id) => id !== video.id);
-  toast(`${titleOf(video)}: removed. Undo is in its place.`);
+  toast(`${titleOf(video)}: removed. To undo this, press Undo where the clip was.`);
   emit("change");
 }
 
@@ -50,7 +50,7 @@ async function removeNow(id, options = {}) {
   emit("stale");
 }
 
-/** Gives up the places of clips that are gone, but of no list that the pointer is on: nothing moves under it. */
+/** Removes the placeholders of removed clips, except in a list under the pointer, where nothing must move. */
 export function closeGaps() {
   for (const [id, { isFinal, place }] of state.removals) {
     if (!isFinal || !state.removed.has(id) || place?.parentNode?.matches(":hover")) continue;
@@ -59,7 +59,7 @@ export function closeGaps() {
   }
 }
 
-/** What a card or row shows while its clip is removed: it keeps its size, so that nothing moves. */
+/** Adds a cover to a card or row, which is shown while the clip is removed. The size stays, so that nothing moves. */
 export function addRemoval(node, video) {
   const button = make("button", { type: "button", className: "button small", textContent: "Undo",
     "aria-label": `Undo the removal of ${titleOf(video)}`, onclick: () => { undo(video.id); node.removal.from?.focus(); } });
@@ -90,7 +90,7 @@ export function showRemoval(node, video) {
   button.hidden = removal.isFinal;
 }
 
-/** A page that is left asks the server now: what was removed does not come back. */
+/** Sends all pending removals at once when the page is left, so that the clips are not back at the next visit. */
 export function listenToRemovals() {
   addEventListener("pagehide", () => {
     for (const id of state.removals.keys()) removeNow(id, { keepalive: true });

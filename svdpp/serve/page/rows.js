@@ -1,4 +1,4 @@
-// Owns the table of jobs: its rows, which of them have faults, and how it is shown and corrected.
+// Table of jobs: its rows and their faults, and how a user sees and corrects them.
 
 import { pressTwice } from "./actions.js";
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
@@ -14,20 +14,21 @@ const SHOWN_ROWS = 100;
 
 const view = { isOpen: false, columns: [], rows: [], onlyFaults: false, all: false, nextId: 1 };
 
-/** Whether the button makes the clips of the table, and not those of the form. */
+/** Whether the button makes the clips of the table instead of those of the form. */
 export const tableIsOpen = () => view.rows.length > 0;
 
-// Faults are found here, refusals are the server's; -1 is the row as a whole.
+// `faults` are found by the page, `refusals` by the server. Both map the index of a column to a message. The index -1
+// stands for the whole row.
 const isFaulty = (row) => row.faults.size > 0 || row.refusals.size > 0;
 export const numRows = () => view.rows.length;
 export const rowsToMake = () => (columnsAreKnown() ? view.rows.filter((row) => !row.faults.size) : []);
 const columnsAreKnown = () => view.columns.every(({ fault }) => !fault);
 
-/** The table as a reload finds it again. */
+/** Returns the table's data that is stored for a reload of the page; null without a table. */
 export const keptTable = () => (tableIsOpen()
   ? { names: view.columns.map(({ name }) => name), rows: view.rows.map(({ cells }) => cells) } : null);
 
-/** One order of each row without faults; what a row leaves out is the form's. */
+/** Returns an order for each row without faults. Values that a row leaves out are those of the form. */
 export function rowOrders(settings) {
   const known = fieldsOf(model()), byName = photosByName();
   return rowsToMake().map((row) => {
@@ -50,21 +51,21 @@ export function rowOrders(settings) {
   });
 }
 
-/** The chosen files that the rows name. */
+/** Returns the chosen files that are named in rows of the table. */
 export function photosInUse() {
   const byName = photosByName();
   const places = view.columns.flatMap(({ isFile }, index) => (isFile ? [index] : []));
   return new Set(view.rows.flatMap(({ cells }) => places.map((index) => cells[index] && photoNamed(cells[index], byName).photo)));
 }
 
-/** The chosen files by their names: as they are, and, for names that are not found so, in small letters. */
+/** Returns a function that finds the chosen files with a name: first with the same case, then ignoring case. */
 function photosByName() {
   const exact = Map.groupBy(state.photos, ({ file }) => file.name.normalize());
   const folded = Map.groupBy(state.photos, ({ file }) => file.name.normalize().toLowerCase());
   return (name) => exact.get(name) ?? folded.get(name.toLowerCase()) ?? [];
 }
 
-/** The chosen file that a cell names: by its name, with or without folders. */
+/** Returns the chosen file with the name in a cell, ignoring folders in the cell; or else the fault of the cell. */
 function photoNamed(text, byName) {
   const name = text.split(/[/\\]/).at(-1).normalize();
   const found = byName(name);
@@ -72,7 +73,7 @@ function photoNamed(text, byName) {
   return { photo: null, fault: found.length ? "Several chosen files have this name." : "Drop this file here, too." };
 }
 
-/** Looks at all cells again: the model, the form or the chosen images have changed. */
+/** Checks all cells again after a change of the model, the form, the table or the chosen files. */
 export function checkRows() {
   if (!model()) return;
   const known = fieldsOf(model()), byName = photosByName();
@@ -85,7 +86,7 @@ export function checkRows() {
     for (const [name, about] of known) {
       if (about.use !== "needed" || hasValue(row, name)) continue;
       const index = view.columns.findIndex((column) => column.field === name);
-      row.faults.set(index, missingText(about, model())); // -1: of the row as a whole
+      row.faults.set(index, missingText(about, model())); // index -1: the fault is about the whole row
     }
   }
 }
@@ -103,7 +104,7 @@ function faultOfSides(row) {
 
 function hasValue(row, name) {
   const index = view.columns.findIndex((column) => column.field === name);
-  const input = field(name); // what a row leaves out is the form's
+  const input = field(name); // a value that the row leaves out is taken from the form
   return Boolean(row.cells[index] || (input?.files ? input.files.length : input?.value.trim()));
 }
 
@@ -113,7 +114,7 @@ export function openTable() {
   (tableIsOpen() ? $("table") : $("table-text")).focus();
 }
 
-/** Takes the rows of a text, in place of those before. */
+/** Replaces the table by the rows in a text; shows an error if the text is not a table. */
 export function takeTable(text) {
   try {
     const { columns, rows } = readTable(text, model());
@@ -135,7 +136,7 @@ export function takeTable(text) {
 
 export const takeTableFile = async (file) => takeTable(await textOf(file));
 
-/** Whether a text has the look of a table, so that it is none of a person's prompts. */
+/** Whether a pasted text looks like a table, and not like a prompt. */
 export const looksLikeTable = (text) => {
   try { return Boolean(model()) && /[\t,;{]/.test(text) && readTable(text, model()).rows.length > 0; } catch { return false; }
 };
@@ -145,7 +146,7 @@ export function restoreTable({ names, rows }) {
   try {
     const table = readTable(text, model());
     Object.assign(view, { isOpen: true, columns: table.columns, rows: table.rows.map(newRow) });
-  } catch { /* another model is served now, which has none of the fields */ }
+  } catch { /* the server now has another model, which has none of the fields */ }
 }
 
 const newRow = (cells, index) =>
@@ -174,7 +175,7 @@ function closeTable() {
 
 const changed = () => emit("form");
 
-/** Shows a refusal of the server at the cells that it is about. */
+/** Shows an error of the server at the cells that it is about, or else at the row. */
 export function showRowFaults(row, faults, words) {
   row.refusals = new Map(faults.length ? [] : [[-1, words]]);
   for (const [name, reason] of faults) {
@@ -184,7 +185,7 @@ export function showRowFaults(row, faults, words) {
   renderTable();
 }
 
-// --- how it is shown --------------------------------------------------------------------------------
+// --- rendering of the table -------------------------------------------------------------------------
 
 export function renderTable() {
   const { rows, columns } = view;
@@ -212,8 +213,9 @@ export function renderTable() {
 function renderFaultNote(number) {
   const unknown = view.columns.filter(({ fault }) => fault);
   const words = [
-    unknown.length ? `${plural(unknown.length, "column")} of an unknown name: leave it out, or correct the file.` : "",
-    number ? `${plural(number, "row")} with faults: correct them here, or they stay here while the others are made.` : "",
+    unknown.length
+      ? `${plural(unknown.length, "column")} with an unknown name: leave out such columns, or correct the file.` : "",
+    number ? `${plural(number, "row")} with faults: correct them here. Until then, only the other rows are made.` : "",
   ].filter(Boolean).join(" ");
   if (view.rows.length) setText($("table-error"), words);
   $("table-error").hidden = !$("table-error").textContent;
@@ -229,7 +231,7 @@ function fillKnown() {
     make("li", {}, make("code", { textContent: shownName(name) }))));
 }
 
-/** Makes head and rows anew: the columns are others. */
+/** Creates head and rows of the table again after its columns have changed. */
 function rebuild() {
   const heads = view.columns.map((column) => {
     const cell = make("th", { scope: "col", className: column.fault ? "fault" : "" }, make("span", { textContent: column.name }));

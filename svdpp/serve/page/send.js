@@ -1,4 +1,4 @@
-// Owns the requests for clips: of what the form or the table asks for, and of a clip once more.
+// Requests for clips: from the form, from the table, and for the same clip again.
 
 import { get, getBlob, ApiError, ServerUnreachable, errorText } from "./api.js";
 import { takeVideo } from "./clips.js";
@@ -17,11 +17,11 @@ import { duration, plural, withArticle } from "./text.js";
 import { keepThumb } from "./thumbs.js";
 import { inputWord, requestOf, titleOf } from "./format.js";
 
-const MAX_CLIPS = 10000; // of one press: more are a slip
-const RETRY_SECONDS = 3; // where the server does not say when to come back
+const MAX_CLIPS = 10000; // maximum for one press of the button: more clips are probably a mistake
+const RETRY_SECONDS = 3; // used if the server sends no Retry-After header
 const MAX_RETRY_SECONDS = 30;
 
-/** Stores one clip's request on the server; a second try with the same key is the same request. */
+/** Requests one clip. If a second try has the same idempotency key, the server does not make a second clip. */
 async function send({ file, thumb, values, files, key }) {
   const form = new FormData();
   if (file) form.append("input_reference", file, file.name || "image");
@@ -60,15 +60,16 @@ function formIsComplete() {
   }
   if (!fieldsAreValid(isTable ? ["prompt", ...videosOf(model())] : [])) return false;
   if (!seedsAreInRange(settings().seed)) {
-    showFieldError("seed", "The seeds of the variations follow it, and the last one would be too large.");
+    showFieldError("seed", "Each variation adds 1 to the seed, so the last seed would be too large.");
     return false;
   }
-  if (numOrders() > MAX_CLIPS) showFormError(`These are ${numOrders()} clips; the page sends ${MAX_CLIPS} at once.`);
-  else if (numOrders() === 0) showFormError("No row of the table is without faults.");
+  if (numOrders() > MAX_CLIPS)
+    showFormError(`These are ${numOrders()} clips; the page sends at most ${MAX_CLIPS} at once.`);
+  else if (numOrders() === 0) showFormError("No clip can be made from the table: correct its faults first.");
   return numOrders() > 0 && numOrders() <= MAX_CLIPS;
 }
 
-/** Sends orders one after another; those that are refused stay in the form or in the table. */
+/** Sends orders one after another. Images and rows of refused orders stay in the form or in the table. */
 async function sendAll(orders) {
   const made = [];
   const control = new AbortController();
@@ -91,7 +92,7 @@ async function sendAll(orders) {
     }
   }
   state.sending = null;
-  // An image of the table stays until no row has it.
+  // An image that was sent for a row is removed only if no remaining row of the table names it.
   const inUse = photosInUse();
   const sent = new Set(orders.filter(({ row, given }) => row && given.isSent).flatMap(({ photos }) => photos));
   for (const photo of sent) if (!inUse.has(photo)) removePhoto(photo);
@@ -109,15 +110,15 @@ function mark({ photo, row }, isSending) {
   renderOrders();
 }
 
-/** What was sent leaves the form or the table. */
+/** Removes the image or row of a sent order from the form or the table. */
 function leave({ photo, row }) {
   if (row) {
     removeRow(row);
-    keepOrders(); // a reload must not find it again
+    keepOrders(); // the stored table must not have the row after a reload
   } else if (photo) removePhoto(photo);
 }
 
-/** Sends one order; where the queue is full, or the server away, it waits until there is room. */
+/** Sends one order. While the queue is full or the server does not answer, waits and tries again. */
 async function sendPatiently(order, signal) {
   const { photo, values, files, given } = order;
   for (;;) {
@@ -134,7 +135,7 @@ async function sendPatiently(order, signal) {
 async function waitFor(seconds, error, signal) {
   const { done } = state.sending;
   const reason = error instanceof ServerUnreachable ? "The server does not answer." : `${error.words.split(/[:.]/)[0]}.`;
-  if (!state.sending.hasToldWhy) toast(`${reason} The rest is sent as soon as it takes more.`);
+  if (!state.sending.hasToldWhy) toast(`${reason} The other clips are sent as soon as the server accepts them.`);
   state.sending.hasToldWhy = true;
   state.sending.waits = `${done} sent. ${reason} The page goes on by itself.`;
   renderOrders();
@@ -144,7 +145,7 @@ async function waitFor(seconds, error, signal) {
   });
 }
 
-/** Shows why a request was refused, where it can be corrected; true if the next ones would be refused too. */
+/** Shows an error where the user can correct it; returns true if the next requests would fail as well. */
 function showRefusal(error, { photo, row }) {
   if (row && error instanceof ApiError && error.status !== 401) {
     showRowFaults(row, fieldErrorsOf(error), error.words);
@@ -166,7 +167,7 @@ function showRefusal(error, { photo, row }) {
   return !isAboutPhoto;
 }
 
-/** Requests a clip once more, of the photograph that the server has, if it has one. */
+/** Requests a clip like an existing one, except for `changes`. Its input files are read from the server. */
 export async function requestAgain(id, changes = {}) {
   const video = state.videos.get(id);
   const values = { model: video.model, ...requestOf(video) };

@@ -1,4 +1,4 @@
-// Owns the table of the servers that share the queue; of one server alone it says nothing.
+// Table of the servers that share the queue; hidden if there is only one server.
 
 import { get } from "./api.js";
 import { $, make, renderList, setText } from "./dom.js";

@@ -1,11 +1,12 @@
-// Owns the signals between the parts of the page, so that what happens need not know who shows it.
+// Signals between the parts of the page, so that the sender of a signal does not depend on its receivers.
 
 const bus = new EventTarget();
 
 /**
- * Sends a signal. "change": what is shown is out of date. "stale": ask the server now.
- * "refused": it refuses the key, in its words. "models": they are known. "online": it answers again.
- * "form": a person has changed what the form or the table asks for. "photos": the chosen files are others.
+ * Sends a signal. "change": the state has changed, so the page must be rendered. "stale": the server must be asked now.
+ * "refused": the server refuses the API key; the detail is its message. "models": the models are known.
+ * "online": the server answers, at the start of the page or again. "form": the user has changed the form or the table.
+ * "photos": the chosen files have changed.
  */
 export const emit = (name, detail) => bus.dispatchEvent(new CustomEvent(name, { detail }));
 

@@ -1,4 +1,4 @@
-// Owns how a table of jobs is read: CSV, TSV or JSONL, and what its fields and cells may be.
+// Parser of a table of jobs (CSV, TSV or JSONL), and checks of its fields and cells.
 
 import { namesFor, videosOf } from "./fields.js";
 import { inputWord } from "./format.js";
@@ -6,13 +6,13 @@ import { withArticle } from "./text.js";
 
 const MAX_ROWS = 10000;
 const DELIMITERS = ["\t", ",", ";"];
-// Other names of fields that the API takes too, and those of `svdpp run --jobs`.
+// Other names of fields, which the API or `svdpp run --jobs` also accepts.
 const ALIASES = { image: "input_reference", image_reference: "input_reference", video: "input_reference",
   num_frames: "frames", num_inference_steps: "steps", max_sequence_length: "max_prompt_tokens" };
 
 export const isTableFile = (file) => /\.(csv|tsv|jsonl|ndjson)$/i.test(file.name);
 
-/** The text of a file; spreadsheets also write UTF-16 and, without a mark, Windows' own encoding. */
+/** Returns the text of a file. Besides UTF-8, spreadsheets write UTF-16 with a byte order mark, or Windows-1252. */
 export async function textOf(file) {
   const bytes = new Uint8Array(await file.arrayBuffer());
   const mark = bytes[0] === 0xff && bytes[1] === 0xfe ? "utf-16le" : "utf-8";
@@ -23,7 +23,7 @@ export async function textOf(file) {
   }
 }
 
-/** Returns the columns and rows of a text; throws an Error with a sentence if it is no table. */
+/** Returns the columns and rows of a text; throws an Error with a message for the user if the text is not a table. */
 export function readTable(text, model) {
   const isJson = /^\s*[{[]/.test(text);
   const { names, rows } = isJson ? readJson(text) : readLines(text);
@@ -31,7 +31,7 @@ export function readTable(text, model) {
   const columns = names.map((name) => columnOf(name, known));
   const places = new Map();
   for (const column of columns) {
-    if (column.field && places.has(column.field)) column.fault = `“${column.name}” is there twice.`;
+    if (column.field && places.has(column.field)) column.fault = `“${column.name}” repeats another column's field.`;
     places.set(column.field, column);
   }
   if (!columns.some(({ field }) => field)) {
@@ -39,7 +39,7 @@ export function readTable(text, model) {
     throw new Error(`The first line must name the fields: ${[...known.keys()].slice(0, 4).map(shownName).join(", ")} … It has ${first || "nothing"}.`);
   }
   if (!rows.length) throw new Error("The table has no rows below its first line.");
-  if (rows.length > MAX_ROWS) throw new Error(`The table has ${rows.length} rows; the page takes ${MAX_ROWS} at once.`);
+  if (rows.length > MAX_ROWS) throw new Error(`The table has ${rows.length} rows; the page takes at most ${MAX_ROWS}.`);
   return { columns, rows };
 }
 
@@ -48,12 +48,12 @@ function readJson(text) {
   const lines = isList ? [text] : text.split("\n");
   const objects = lines.flatMap((line, index) => {
     if (!line.trim()) return [];
-    // Numbers stay as they are written: seeds may have more digits than a number here.
+    // Numbers are kept as text, because a seed may have more digits than a JavaScript number.
     const keep = (name, value, context) => {
       if (typeof value !== "number") return value;
       if (context?.source) return context.source;
       if (Number.isSafeInteger(value) || !Number.isInteger(value)) return String(value);
-      throw new Error(`this browser cannot read the number of ${name}; write it in quotes`);
+      throw new Error(`this browser cannot read the large number of ${name} exactly; write the number in quotes`);
     };
     let value;
     try {
@@ -80,12 +80,12 @@ function readLines(text) {
   const [names = [], ...rows] = records.filter((record) => record.some((value) => value.trim()));
   const width = Math.max(names.length, ...rows.slice(0, MAX_ROWS).map((row) => row.length));
   const all = Array.from({ length: width }, (_, index) => names[index]?.trim() ?? "");
-  // A column without name and values is the end of each line of a spreadsheet.
+  // Columns without name and values are dropped: spreadsheets may write empty cells at the end of each line.
   const used = all.map((name, index) => (name || rows.some((row) => row[index]?.trim()) ? index : -1)).filter((index) => index >= 0);
   return { names: used.map((index) => all[index]), rows: rows.map((row) => used.map((index) => (row[index] ?? "").trim())) };
 }
 
-/** The records of a CSV (RFC 4180): values in quotes may have delimiters, quotes in pairs and line ends. */
+/** Returns the records of a CSV (RFC 4180). A quoted value may contain delimiters, doubled quotes and line ends. */
 function recordsOf(text, delimiter) {
   const records = [];
   let record = [], value = "", isQuoted = false;
@@ -104,12 +104,12 @@ function recordsOf(text, delimiter) {
   return records;
 }
 
-/** The fields that a row may have, by name: what kind of value each takes. */
+/** Returns the fields that a row may have, by name, each with the kind of its values. */
 export function fieldsOf(model) {
   const fields = new Map();
   const use = (name) => model.inputs[name] ?? "refused";
   if (use("input_reference") !== "refused") fields.set("input_reference", { kind: "file", use: use("input_reference") });
-  // A cell names one file, so all rows have the references of the form.
+  // A cell can name only one file, so all rows use the reference images of the form.
   for (const name of videosOf(model)) if (name !== "references") fields.set(name, { kind: "file", use: use(name) });
   for (const name of namesFor(model)) {
     const about = model.fields[name];
@@ -121,19 +121,20 @@ export function fieldsOf(model) {
   return fields;
 }
 
-/** The short name of a field, which jobs of the command line have, too. */
+/** Returns the name of a field on the page; `image` is also its name in jobs of the command line. */
 export const shownName = (name) => (name === "input_reference" ? "image" : name);
 
-/** The column of a name in a table's first line. */
+/** Returns the column for a name in the first line of a table. */
 function columnOf(name, known) {
   const plain = name.trim().toLowerCase().replace(/[\s-]+/g, "_");
   const field = ALIASES[plain] ?? plain;
   if (known.has(field) || ["width", "height"].includes(field)) return { name, field, fault: "", isFile: known.get(field)?.kind === "file" };
   const near = [...known.keys()].find((each) => isNear(each, field));
-  return { name: name || "(no name)", field: "", fault: `No field of this model${near ? `; meant: ${near}?` : "."}` };
+  return { name: name || "(no name)", field: "",
+    fault: `No field of this model${near ? `; did you mean ${near}?` : "."}` };
 }
 
-/** Whether one letter more, less or other, or two that are exchanged, make two names equal. */
+/** Whether two names differ only in one or two adjacent letters, as after a typing error (frmaes for frames). */
 function isNear(a, b) {
   if (Math.abs(a.length - b.length) > 1) return false;
   let start = 0, end = 0;
@@ -142,7 +143,7 @@ function isNear(a, b) {
   return Math.max(a.length, b.length) - start - end <= 2;
 }
 
-/** Why a value is refused, in a sentence; empty if it is not. An empty value is the form's. */
+/** Returns why a cell's value is refused; empty if it is valid. For an empty cell, the form has the value. */
 export function faultOfCell(value, about, model) {
   if (!value) return "";
   if (about.kind === "size") return model.sizes.includes(plainSize(value)) ? "" : `One of ${model.sizes.join(", ")}.`;
@@ -163,12 +164,12 @@ function faultOfInteger(value, about) {
 
 function faultOfRange(number, { minimum, maximum }) {
   if (minimum !== null && number < minimum) return `${minimum} or more.`;
-  // A limit above 2^53 is a rounded one here; the server has the exact one.
+  // Limits above 2^53 are rounded in JavaScript, so a value near such a limit is checked exactly only by the server.
   return maximum !== null && number > maximum ? `${maximum} or less.` : "";
 }
 
 export const plainSize = (value) => value.toLowerCase().replace(/\s*[×x*]\s*/, "x");
 
-/** Why a row without a value is refused. */
+/** Returns the message for a row without a needed value. */
 export const missingText = (about, model) =>
   (about.kind === "file" ? `It needs ${withArticle(inputWord(model))}.` : "It needs a prompt.");

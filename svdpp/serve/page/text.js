@@ -1,4 +1,4 @@
-// Owns how numbers, times and sentences are written.
+// Formatting of numbers, times and sentences.
 
 export const now = () => Date.now() / 1000;
 export const plural = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
@@ -8,7 +8,8 @@ export const withArticle = (noun) => `${/^[aeiou]/.test(noun) ? "an" : "a"} ${no
 
 export function sentence(text) {
   if (!text) return "";
-  const isName = /^[a-z]+_|^--|^'/.test(text); // of a parameter or file, which keeps its small letter
+  // Texts that begin with a parameter, an option or a file name are not capitalized.
+  const isName = /^[a-z]+_|^--|^'/.test(text);
   return (isName ? text : capital(text)) + (/[.!?]$/.test(text) ? "" : ".");
 }
 

@@ -1,4 +1,4 @@
-// Owns light and dark.
+// Theme of the page: light, dark, or the setting of the system.
 
 import { $, icon, make, setAttribute } from "./dom.js";
 

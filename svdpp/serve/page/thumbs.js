@@ -1,19 +1,19 @@
-// Owns the small copies of photographs: of chosen files, and of those that the server has.
+// Thumbnails of input images: of chosen files, and of the inputs of clips on the server.
 
 import { getBlob, release } from "./api.js";
 import { icon, make } from "./dom.js";
 
 const MOST = 400;
 
-const thumbs = new Map(); // sha256 of a photograph -> promise of an address, or of null
+const thumbs = new Map(); // SHA-256 of an image -> promise of the thumbnail's URL, or of null
 
-/** The address of a small copy; null for what the browser cannot read, such as TIFF. */
+/** Returns the URL of an image's thumbnail; null if the browser cannot decode the file, such as a TIFF. */
 export async function shrink(blob) {
   try {
     const bitmap = await createImageBitmap(blob, { resizeWidth: 160, resizeQuality: "medium" });
     const canvas = make("canvas", { width: bitmap.width, height: bitmap.height });
     const context = canvas.getContext("2d");
-    context.fillStyle = "white"; // under transparent parts, as in the clip
+    context.fillStyle = "white"; // transparent parts become white, as in the clip
     context.fillRect(0, 0, bitmap.width, bitmap.height);
     context.drawImage(bitmap, 0, 0);
     bitmap.close();
@@ -24,7 +24,7 @@ export async function shrink(blob) {
   }
 }
 
-/** Keeps the small copy of a photograph; the oldest of too many goes. */
+/** Caches an image's thumbnail; releases the oldest one if there are more than `MOST`. */
 export function keepThumb(sha256, thumb) {
   thumbs.set(sha256, thumb);
   if (thumbs.size <= MOST) return;
@@ -33,7 +33,7 @@ export function keepThumb(sha256, thumb) {
   address.then(release);
 }
 
-// One after another, and only those that are seen: photographs may be large.
+// Images are loaded one after another, and only once they are visible, because they may be large.
 let last = Promise.resolve();
 const watcher = new IntersectionObserver((entries) => {
   for (const { target, isIntersecting } of entries) {
@@ -53,7 +53,7 @@ async function fill(blank) {
   if (src) blank.replaceWith(make("img", { className: "thumb", src, alt: "" }));
 }
 
-/** An element with a clip's photograph, once it is seen; a drawing for a clip from text alone. */
+/** Creates an element that loads a clip's thumbnail once it is visible; an icon for a clip from text alone. */
 export function thumbOf(video) {
   if (!video.input) return make("span", { className: "thumb text" }, icon("text"));
   const blank = Object.assign(make("span", { className: "thumb" }), { video });
