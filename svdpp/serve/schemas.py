@@ -134,7 +134,7 @@ class Video(BaseModel):
     ] = None
     cancel_requested: Annotated[
         bool,
-        Field(description="Whether the clip is cancelled as soon as the ranks have dropped it."),
+        Field(description="Whether a client has cancelled the clip, but ranks still work on it."),
     ] = False
     held: Annotated[
         str | None,
@@ -155,11 +155,13 @@ class Video(BaseModel):
         str | None, Field(description="Reason if `proof` is `failed` or `different`.")
     ]
     callback: Annotated[
-        dict[str, Any] | None, Field(description="State of its webhook; null: none was requested.")
+        dict[str, Any] | None, Field(description="State of the webhook; null: none was requested.")
     ]
-    batch_id: Annotated[str | None, Field(description="Id of its batch; null: none.")] = None
+    batch_id: Annotated[str | None, Field(description="Id of the video's batch; null: none.")] = (
+        None
+    )
     custom_id: Annotated[
-        str | None, Field(description="Name that the client gave to its line in the batch.")
+        str | None, Field(description="Name that the client gave to the video's line in the batch.")
     ] = None
 
 
@@ -330,7 +332,7 @@ class BatchFault(BaseModel):
     message: str
     line: Annotated[
         int | None,
-        Field(description="Number of the line in the file, from 1; null: no single line."),
+        Field(description="Number of the line in the file, from 1; null: the whole batch."),
     ]
     param: str | None = None
     hint: str = ""
@@ -599,7 +601,8 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    # The first part of a fault's location, such as "query" or "path", is dropped.
+    # The first part of a fault's location, such as "query" in ("query", "limit"), is dropped, so
+    # that the error names only the field.
     located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     return error_response(invalid_request(located))
 

@@ -330,7 +330,7 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
     model["loras"] = [
         {"name": name, "sha256": sha256}
         for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
-        if not others  # otherwise, servers have different files with this name
+        if not others  # names that mean different files on different servers are left out
     ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}
@@ -345,7 +345,7 @@ def get_model(id: str, service: ServiceDep) -> dict[str, Any]:
 
 @server.get("/v1/engine")
 def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
-    """Show the work of the ranks now and in the last minute.
+    """Show what the ranks do now and did in the last minute.
 
     Videos of other keys appear as `other`.
     """

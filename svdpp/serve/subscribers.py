@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# Minimum seconds between two queries of one subscriber.
+# Minimum seconds between two queries of the queue for one subscriber.
 _LOOK_SECONDS = 0.25
-# Maximum number of queries per second by all subscribers together, to limit the CPU load.
+# Maximum number of queries per second for all subscribers together, to limit the CPU load.
 _LOOKS_PER_SECOND = 200
 
 
