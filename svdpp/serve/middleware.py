@@ -234,7 +234,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the request to the start of the response; until now if there is none yet."""
+        """Seconds from the request to the start of the response, or to now if none has started."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 

@@ -53,8 +53,8 @@ _NETWORK: dict[str, Any] = {
     "target_session_attrs": "read-write",
     "application_name": "svdpp",
 }
-# Errors after which the connection is replaced. InternalError is raised if a change is sent to a
-# database server that has become read-only. A new connection may reach a server that takes changes.
+# Errors after which the connection is replaced. InternalError is raised by a write on a database
+# server that has become read-only. A new connection may reach a server that is writable.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
 # URL of a database. Special characters in user and password must be percent-encoded.
@@ -329,7 +329,7 @@ class PostgresBackend:
     ) -> psycopg.Cursor[Any]:
         """Run an SQL statement; if the connection has ended, run it again on a new connection.
 
-        A statement that runs twice must have the same effect as one that runs once.
+        The statement must be safe to run twice, because the first run may have succeeded.
         """
         if (connection := self._open.get(use)) is not None:
             try:

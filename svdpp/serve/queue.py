@@ -80,7 +80,8 @@ class QueueFullError(SvdppError):
 class _IncompatibleJobError(Exception):
     """Error for a job that this server's ranks cannot make.
 
-    Its argument is the text in the column `sampling` of the job's row.
+    The exception's argument is the text in the column `sampling` of the job's row. `claim` then
+    skips all jobs with this text.
     """
 
 
@@ -207,7 +208,7 @@ class JobQueue(JobQueries):
                 limit.
             max_open_of_owner: Maximum number of open jobs of the job's owner. None: no limit.
             until: Latest time, in seconds of `clock.uptime`, at which the job may be stored. After
-                it, a search for files that no job needs may already have removed the job's images.
+                this time, a search for files that no job needs may have removed the job's images.
 
         Raises:
             QueueFullError: A limit is reached.

@@ -19,7 +19,7 @@ from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
 
 
 class RequestFiles:
-    """Checks that the images and videos of a request can be decoded, and stores them.
+    """Handler of a request's images and videos: checks that they can be decoded, and stores them.
 
     Args:
         uploads: Folder of uploaded files.

@@ -147,7 +147,8 @@ class Video(BaseModel):
         dict[str, str] | None, Field(description="Input image or video: its name and SHA-256.")
     ]
     remarks: Annotated[
-        list[str], Field(description="Unexpected changes to the input, one sentence each.")
+        list[str],
+        Field(description="Changes to the input that a client may not expect, such as cropping."),
     ] = []
     error: ErrorBody | None
     proof: VerificationStatus

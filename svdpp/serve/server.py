@@ -239,7 +239,8 @@ class Server:
         """Remove the jobs that exceed the limits on age and on total size."""
         settings, queue = self._service.settings, self._service.queue
         queue.backend.maintain()
-        # The limit on age needs a settled clock; the limit on size does not.
+        # Shortly after the server's start, NTP may not have set the machine's clock yet. So the
+        # limit on age applies only once the clock is settled. The limit on size needs no clock.
         keep_seconds = settings.keep_seconds if self._clock.is_settled else None
         if (keep_seconds, settings.keep_bytes) != (None, None):
             enforce_retention(queue, queue.now(), keep_seconds, settings.keep_bytes)

@@ -126,8 +126,8 @@ class SqliteBackend:
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """Locks for the query that claims a job, tried in this order: an SQL locking clause such as
-    `FOR UPDATE`, and the name of an advisory lock. SQLite needs neither."""
+    """Locks with which `claim` tries to get a job, in this order. Each entry is an SQL locking
+    clause, such as `FOR UPDATE`, and the name of an advisory lock. SQLite needs neither."""
 
     clock_name = "what it was when the server started"
     """Name of the queue's clock in messages such as "the clock of this machine is 90 s ahead of
@@ -138,7 +138,8 @@ class SqliteBackend:
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
-        # Inodes of the database file and its log; empty until the file is open.
+        # Inodes of the database file and its log when they were opened, by which `is_there` notices
+        # that a file was removed or replaced. Empty until then.
         self._opened_as: list[int] = []
         # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()
@@ -221,7 +222,7 @@ class SqliteBackend:
         return self._clock.skew()
 
     def maintain(self) -> None:
-        """Write SQLite's log into the database file, so that a copy of the file lacks few changes."""
+        """Write SQLite's log into the database file, so that a backup of this file is recent."""
         with self._writing, self._errors():
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 

@@ -314,7 +314,7 @@ class FileStore:
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
         """Translate errors of the jobs' store in the `with` block to errors of svdpp.
 
-        After an error of the store, other calls than probes fail at once, until a probe succeeds.
+        After an error of the store, all calls except probes fail at once, until a probe succeeds.
 
         Args:
             is_probe: Whether the block probes the store.

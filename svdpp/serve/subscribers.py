@@ -18,7 +18,7 @@ _LOOKS_PER_SECOND = 200
 class SubscriberCounts:
     """Number of clients that follow jobs, and a limit on how often they query the queue.
 
-    Open archives are counted as clients, too.
+    A client follows a job by an event stream. Open archives are counted as clients, too.
     """
 
     by_owner: Counter[str] = field(default_factory=Counter)
