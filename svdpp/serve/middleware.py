@@ -19,7 +19,7 @@ from svdpp.serve.metrics import Metrics
 from svdpp.serve.schemas import ApiError, error_response
 
 JSON_MEDIA_TYPE = "application/json"
-#: Media types of a body with the lines of a batch. Each line is a JSON object.
+#: Media types of a batch that is sent as the whole body: JSON Lines, with one request on each line.
 LINES_MEDIA_TYPES = ("application/jsonl", "application/x-ndjson")
 _FORM_MEDIA_TYPE = "multipart/form-data"
 #: Media types that each route with uploads accepts, by the path of the route.
@@ -35,10 +35,11 @@ DEFAULT_MAX_UPLOAD_BYTES = 32 * 2**20
 #: Maximum number of concurrent uploads of images: in total, and with one API key.
 MAX_UPLOADS = 32
 MAX_UPLOADS_PER_KEY = 8
-#: Maximum number of concurrent uploads of a batch's lines: in total, and with one API key.
+#: Maximum number of concurrent uploads of batch files: in total, and with one API key. A batch file
+#: is in JSON Lines, with one request on each line.
 MAX_BATCH_UPLOADS = 8
 MAX_BATCH_UPLOADS_PER_KEY = 2
-#: Maximum size in bytes of a body with the lines of a batch.
+#: Maximum size in bytes of a body with a batch file.
 MAX_BATCH_BYTES = 200 * 2**20
 #: Maximum size in bytes of a JSON body, and of a line of a batch. Both are read into memory, unlike
 #: a form.
@@ -67,7 +68,9 @@ _HEADERS = {
 
 @dataclass
 class AuthMiddleware:
-    """ASGI middleware that authenticates requests before it reads bodies, limits bodies, and logs.
+    """ASGI middleware that checks API keys, limits the size of bodies, and logs requests.
+
+    A request without a valid key is rejected before its body is read.
 
     Routes find the owner of the request's key in `scope["state"]["owner"]`.
 
@@ -87,7 +90,7 @@ class AuthMiddleware:
     _uploads: Counter[str] = field(default_factory=Counter)
     """Number of image uploads in progress, by the owner's name."""
     _batch_uploads: Counter[str] = field(default_factory=Counter)
-    """Number of uploads of batches' lines in progress, by the owner's name."""
+    """Number of uploads of batch files in progress, by the owner's name."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Authenticate one request, limit its body, forward it to the application, and log it."""
@@ -231,7 +234,7 @@ class _ResponseRecorder:
 
     @property
     def seconds(self) -> float:
-        """Seconds from a request's headers to its response's headers; to now without a response."""
+        """Seconds from the request to the start of the response, or to now if none has started."""
         until = time.monotonic() if self._responded_at is None else self._responded_at
         return until - self._started_at
 
@@ -251,7 +254,7 @@ def _limit_body(receive: Receive, limit: int, hint: str) -> Receive:
 
 
 def _media_type_of(content_type: str, path: str) -> str:
-    """Return the media type of a body with uploads; reject other charsets than UTF-8.
+    """Return the media type of a body with uploads; reject charsets other than UTF-8.
 
     Python would decode a form's fields with any codec that the header names, and some codecs take
     minutes per megabyte.
@@ -265,7 +268,7 @@ def _media_type_of(content_type: str, path: str) -> str:
         text = f"Content-Type must be {' or '.join(_UPLOAD_TYPES[path])}, not {shown!r}"
         hint = "send a form, as curl -F does, with an image in the field input_reference"
         if path in _BATCH_PATHS:
-            hint = "send the file of lines as curl -F file=@FILE does"
+            hint = "send the JSON Lines file in the form field `file`, as curl -F file=@FILE does"
         raise ApiError(415, "unsupported_media_type", text, hint)
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):

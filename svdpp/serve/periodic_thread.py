@@ -17,9 +17,10 @@ _RETRY_SECONDS = 1.0
 class PeriodicThread:
     """Background thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
-    After `close`, the thread calls `on_close` once and ends. It also ends when the queue is closed.
-    If `run` fails several times in a row, only the first failure is logged. BackendUnavailableError
-    is not logged here, because dispatcher, fleet and store log it themselves.
+    After `close`, the thread calls `on_close` once and ends. It also ends if `run` raises
+    ClosedError, because the job queue has been closed. If `run` fails several times in a row, only
+    the first failure is logged. BackendUnavailableError is not logged here, because the dispatcher,
+    the fleet and the store log it themselves.
 
     Args:
         name: Name of the thread.
@@ -72,7 +73,8 @@ class PeriodicThread:
         while not is_last:
             self._is_woken.wait(delay)
             self._is_woken.clear()
-            # `is_closing` is read after the event was cleared, so that no `close` is missed
+            # `close` sets `is_closing`, then the event. So `is_closing` is read only after the
+            # event was cleared; in the other order, a `close` in between would be missed.
             is_last = self.is_closing
             delay = max(self._interval_seconds, _RETRY_SECONDS)
             try:

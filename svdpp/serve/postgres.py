@@ -1,8 +1,8 @@
 """PostgreSQL backend of the queue, which several servers can share; needs the extra `fleet`.
 
-The servers coordinate only by the database. A connection that has ended is replaced when it is next
-used, so that a server recovers once the database is back. Each call has a deadline in the client,
-because a stopped database, or a network that drops packets, sends no error.
+The servers coordinate only through the database. A connection that has ended is replaced when it is
+next used, so that a server recovers once the database is back. Each call has a deadline in the
+client, because a stopped database, or a network that drops packets, sends no error.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _NETWORK: dict[str, Any] = {
     "target_session_attrs": "read-write",
     "application_name": "svdpp",
 }
-# Errors after which the connection is replaced. InternalError is raised if a change is sent to a
-# database server that has become read-only. A new connection may reach a server that takes changes.
+# Errors after which the connection is replaced. InternalError is raised by a write on a database
+# server that has become read-only. A new connection may reach a server that is writable.
 _CONNECTION_ERRORS = (psycopg.OperationalError, psycopg.InterfaceError, psycopg.InternalError)
 
 # URL of a database. Special characters in user and password must be percent-encoded.
@@ -71,8 +71,8 @@ def address_of(url: str) -> str:
 
     Raises:
         RequestError: The URL names neither a host nor a database, or has a special character that
-            is not percent-encoded. Because of such a character, libpq could read a part of the
-            password as a host. The error shows nothing of the URL.
+            is not percent-encoded. libpq would split the URL at such a character, and could take a
+            part of the password for the host. So the error does not quote the URL.
     """
     found = _URL.fullmatch(url)
     try:
@@ -82,7 +82,7 @@ def address_of(url: str) -> str:
         found, values = None, {}
     if found is None:
         raise RequestError(
-            "`queue` takes a URL such as postgresql://svdpp@db/svdpp; this value is not such a URL",
+            "`queue` is not a URL of a PostgreSQL database, such as postgresql://svdpp@db/svdpp",
             "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
             "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
             details={"field": "queue"},
@@ -118,10 +118,12 @@ class PostgresBackend:
         ("FOR UPDATE OF jobs", "take"),
     )
     clock_name = "the database's"
-    """End of messages such as "the clock of this machine is 90 s ahead of the database's"."""
+    """Name of the queue's clock in messages such as "the clock of this machine is 90 s ahead of the
+    database's"."""
     is_there = True
-    """Whether the database exists: always True, because changes fail without a database. A SQLite
-    file, in contrast, can be removed while it is open, and changes still succeed."""
+    """Whether the database still exists. Always True, because a statement fails anyway if
+    PostgreSQL is gone. `SqliteBackend` has to check: writes still succeed after its open file was
+    removed."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)
@@ -158,7 +160,7 @@ class PostgresBackend:
             advisory_lock: Name of an advisory lock that the transaction holds; "": no lock.
 
         Raises:
-            BackendUnavailableError: The database does not respond, or takes no changes.
+            BackendUnavailableError: The database does not respond, or is read-only.
         """
         with self._use("write"):
             lock = f"SELECT pg_advisory_xact_lock(hashtext(current_schema || '{advisory_lock}'))"
@@ -178,16 +180,16 @@ class PostgresBackend:
         Queries have a separate connection, so that they do not wait for transactions.
 
         Raises:
-            BackendUnavailableError: The database does not respond, or takes no changes.
+            BackendUnavailableError: The database does not respond, or is read-only.
         """
         with self._use("read"):
             return self._execute_reconnecting("read", query, values).fetchall()
 
     def check(self) -> None:
-        """Raise an error unless the PostgreSQL database responds and takes changes.
+        """Raise an error unless the PostgreSQL database responds and can be written.
 
         Raises:
-            BackendUnavailableError: The database does not respond, or takes no changes.
+            BackendUnavailableError: The database does not respond, or is read-only.
         """
         # The check runs an UPDATE, because queries also succeed while the database is read-only.
         with self.transaction() as connection:
@@ -239,7 +241,7 @@ class PostgresBackend:
             seconds: Maximum seconds to wait. If no notification arrives, the list is empty.
 
         Raises:
-            BackendUnavailableError: The database does not respond, or takes no changes.
+            BackendUnavailableError: The database does not respond, or is read-only.
         """
         with self._use("listen"):
             connection = self._open.get("listen") or self._connect("listen", "LISTEN svdpp")
@@ -266,8 +268,8 @@ class PostgresBackend:
                     connection.execute("INSERT INTO queue VALUES (?, ?)", (VERSION, id))
                 connection.execute("UPDATE queue SET version = ?", (VERSION,))
         for name, of in INDEXES.items():
-            # CREATE INDEX waits for all transactions, even if the index exists. So it is run only
-            # for a missing index.
+            # CREATE INDEX waits until all open transactions end, even if the index exists. So it
+            # is run only for a missing index.
             ((found,),) = self.fetch_all("SELECT to_regclass(?)", name)
             if found is None:
                 with self.transaction() as connection:
@@ -275,13 +277,20 @@ class PostgresBackend:
         self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Raise unless folder and store belong to the queue, or are empty if the queue is new."""
+        """Raise a `RequestError` if the store or the folder has files of another queue or program.
+
+        The store must hold the queue's id. For a new queue, it must be empty instead.
+
+        Args:
+            id: Id of the queue in the database; empty for a new queue.
+            adopts: Whether files of another queue or program are accepted.
+        """
         store = self._store
         if adopts:
             return
         if id and store.read_queue_id() != id:
             raise RequestError(
-                f"{store.name} does not belong to the queue in `queue`",
+                f"{store.name} does not belong to the queue that `queue` names",
                 "name the store that all servers of the queue share, or add `adopt`",
             )
         if store.is_remote or not id:
@@ -290,12 +299,12 @@ class PostgresBackend:
                 if store.is_remote
                 else {QUEUE_ID_FILE}
             )
-            check_no_foreign_files(store.folder, allowed, "name the queue that it belongs to")
+            check_no_foreign_files(store.folder, allowed, "set `queue` to the queue of this folder")
         # The file with a queue's id does not count, because a failed start may have left it.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} belongs to no queue, but has objects, such as {min(objects)!r}",
-                "name another place in the bucket, or add `adopt`: its objects are left alone",
+                "name another prefix in the bucket, or add `adopt`: the objects are left alone",
             )
 
     # --- connections to the database --------------------------------------------------------------
@@ -320,7 +329,7 @@ class PostgresBackend:
     ) -> psycopg.Cursor[Any]:
         """Run an SQL statement; if the connection has ended, run it again on a new connection.
 
-        A statement that runs twice must have the same effect as one that runs once.
+        The statement must be safe to run twice, because the first run may have succeeded.
         """
         if (connection := self._open.get(use)) is not None:
             try:
@@ -351,7 +360,7 @@ class PostgresBackend:
         return connection
 
     def _back_off(self, reason: str) -> None:
-        """Let calls fail for `_RETRY_SECONDS` without an attempt to connect to PostgreSQL."""
+        """Make calls fail at once, without an attempt to connect, for the next `_RETRY_SECONDS`."""
         self._unavailable_reason = reason
         self._retry_at = time.monotonic() + _RETRY_SECONDS
 

@@ -80,7 +80,8 @@ class QueueFullError(SvdppError):
 class _IncompatibleJobError(Exception):
     """Error for a job that this server's ranks cannot make.
 
-    Its argument is the text in the column `sampling` of the job's row.
+    The exception's argument is the text in the column `sampling` of the job's row. `claim` then
+    skips all jobs with this text.
     """
 
 
@@ -132,7 +133,8 @@ class JobQueue(JobQueries):
             backend = SqliteBackend(folder, adopts=adopts)
             self.store.bind_to_file(lambda: backend.is_there)
             return backend
-        # psycopg, which this module imports, is installed by the extra `fleet`
+        # Imported only here, because `svdpp.serve.postgres` needs psycopg, which is installed only
+        # with the extra `fleet`.
         from svdpp.serve.postgres import PostgresBackend
 
         return PostgresBackend(url, self.store, adopts=adopts)
@@ -205,8 +207,8 @@ class JobQueue(JobQueries):
             max_open: Maximum number of jobs in the queue that are waiting or in progress. None: no
                 limit.
             max_open_of_owner: Maximum number of open jobs of the job's owner. None: no limit.
-            until: Latest time, in seconds of `clock.uptime`, at which the job may be stored. Later,
-                another server may have removed the job's image, because no job needed it.
+            until: Latest time, in seconds of `clock.uptime`, at which the job may be stored. After
+                this time, a search for files that no job needs may have removed the job's images.
 
         Raises:
             QueueFullError: A limit is reached.
@@ -355,8 +357,10 @@ class JobQueue(JobQueries):
     def request_cancel(self, id: str, *, removes: bool = False) -> bool:
         """Record durably that a job in progress is to be cancelled.
 
+        The job's state becomes CANCELLED only when its server has stopped work on the clip.
+
         Args:
-            id: Id of the job. The job's state does not change yet.
+            id: Id of the job.
             removes: Whether the job is also hidden from its owner, and removed once it has ended.
 
         Returns:
@@ -385,7 +389,7 @@ class JobQueue(JobQueries):
         Args:
             id: Id of the job.
             proof: New verification status.
-            reason: Sentence on the status; None: the status says everything.
+            reason: Sentence that explains the status; None: the status needs no explanation.
         """
         return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
 
@@ -415,7 +419,12 @@ class JobQueue(JobQueries):
             self._locked_clips.discard(id)
 
     def set_promise(self, id: str, seconds: float) -> bool:
-        """Store the ETA that a job's client gets, in seconds; return whether the job exists."""
+        """Store the ETA that the client was given for a job; return whether the job exists.
+
+        Args:
+            id: Id of the job.
+            seconds: Seconds from the request until the clip should be completed.
+        """
         return self._update(id, JobState, promised_seconds=seconds)
 
     def claim_callback(self, seconds: float) -> Job | None:

@@ -61,7 +61,11 @@ class JobQueries:
         id = error.details["id"]
         if id not in self._unreadable:
             if not self._unreadable:
-                logger.warning("{}; such videos are left to newer servers: {}", error, error.hint)
+                logger.warning(
+                    "{}; this server leaves such jobs to servers with a newer svdpp: {}",
+                    error,
+                    error.hint,
+                )
             self._unreadable.append(id)
 
     def _read(self, rows: Iterable[tuple[Any, ...]]) -> Iterator[Job]:

@@ -40,8 +40,8 @@ def placeholders(values: Iterable[Any]) -> str:
 
 #: All columns of a job, for `job_from_row`.
 COLUMNS = ", ".join(COLUMN_NAMES)
-# If the clock was set back, a job starts at its request time, and ends at its start time, so that
-# no duration is negative.
+# A job's start is never recorded before its request, and its end never before its start, even if
+# the clock was set back, so that no duration is negative.
 START_TIME = "CASE WHEN clock() < created_at THEN created_at ELSE clock() END"
 BEGIN_TIME = "coalesce(started_at, created_at)"
 END_TIME = f"CASE WHEN clock() < {BEGIN_TIME} THEN {BEGIN_TIME} ELSE clock() END"
@@ -50,7 +50,7 @@ IS_FINAL = state_in(state for state in JobState if state.is_final)
 IS_LARGE = f"photo_pixels > {LARGE_MEGAPIXELS * 10**6}"
 MODEL_KEY = "coalesce(nullif(weights, ''), model)"
 
-# --- changes of a job that depend on more than its state ------------------------------------------
+# --- statements that claim, requeue and renew jobs, and order them by owner -----------------------
 
 # This query finds the first job of each owner by an index, so that its time does not grow with the
 # length of the queue. The state is compared again after PostgreSQL has locked the row, because the

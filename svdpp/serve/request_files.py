@@ -1,4 +1,4 @@
-"""Images and videos of a request: check that they can be decoded, and storage with the job."""
+"""Images and videos of a request: they are decoded as a check, and stored with the job."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from svdpp.serve.uploads import DecodedImages, UploadStore, sanitize_filename
 
 
 class RequestFiles:
-    """Checks and storage of the images and videos of a request.
+    """Handler of a request's images and videos: checks that they can be decoded, and stores them.
 
     Args:
         uploads: Folder of uploaded files.
@@ -36,8 +36,8 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Results for images that were decoded before. The results for these files are
-                added.
+            decoded: Results for images that were decoded before. The results for this request's
+                files are added.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -97,7 +97,8 @@ class RequestFiles:
                     upload.file, job.id, name, frames, further, job.owner, decoded
                 )
             uploads.callback(self._store.discard, file.path)
-            # Clients know the file by the name that they sent, not by its name on the server.
+            # Errors and remarks must show the file name that the client sent, not the name of the
+            # stored file.
             sent = replace(file, path=Path(name))
             with self._errors_of(field_name):
                 check_image_shapes([sent], job.sampling)

@@ -53,11 +53,11 @@ from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_requ
 #: Fields that some models do not accept, each with the hint of the error.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
-    "lora": "this server offers no LoRAs: --lora-dir at its start names a folder of LoRA files",
+    "lora": "this server offers no LoRAs; to offer some, start it with --lora-dir FOLDER",
     "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
     "attention_backend": "the server's backend is chosen at its start, by --attention-backend",
     "video_reference": "send the video as the field input_reference, if the model takes a video",
-    "boundary_ratio": "the value of the checkpoint is used",
+    "boundary_ratio": "leave the field out: the server uses the checkpoint's value",
     "guidance_rescale": "this model does not use guidance_rescale",
     LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
     REFERENCES: f"families that take references: {', '.join(REFERENCE_FAMILIES)}",
@@ -203,7 +203,7 @@ class VideoRequest(BaseModel):
     seconds: Annotated[
         float | None,
         Field(
-            gt=0, le=MAX_FRAMES, description="Length of the clip in seconds, in place of `frames`."
+            gt=0, le=MAX_FRAMES, description="Length of the clip in seconds, instead of `frames`."
         ),
         _NUMBER,
     ] = None
@@ -276,7 +276,7 @@ def _last_image_fields(use: InputUse) -> dict[str, Any]:
 def _reference_fields(highest: int) -> dict[str, Any]:
     if not highest:
         return {}
-    text = f"Up to {highest} further images of what the clip shows; the first is {IMAGE_FIELD}."
+    text = f"Up to {highest} further images of what the clip shows, besides {IMAGE_FIELD}."
     kind = Annotated[list[_Upload] | None, BeforeValidator(_listed)]
     return {REFERENCES: (kind, Field(None, max_length=highest, description=text))}
 
@@ -350,11 +350,13 @@ class Capabilities:
 
     model: str
     sampling: SamplingConfig
-    """Resolved default parameters of clips."""
+    """Parameters of a clip for which a request sets none: the model's defaults, all filled in."""
     sizes: tuple[tuple[int, int], ...]
     """Frame sizes that clients may request, each width and height in pixels."""
     weights: str = ""
-    """Fingerprint or commit of the model's weights; empty if they never change."""
+    """Fingerprint (of a local folder) or commit (of a hub model) of the weights, with the hashes of
+    files that replace or change weights, such as LoRAs. Empty for the dummy model and demo models,
+    whose weights never change."""
     image_use: InputUse = "needed"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
@@ -447,10 +449,12 @@ class Capabilities:
         )
 
     def to_json(self, **limits: Any) -> dict[str, Any]:
-        """Return the server's model for `/v1/models`: inputs, fields, defaults, limits of requests.
+        """Return the entry of the server's model in the response of `/v1/models`.
+
+        The entry has the inputs, fields, defaults and limits of requests.
 
         Args:
-            limits: Further limits, by name.
+            limits: Further entries of `limits`, such as `max_open`.
         """
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,
@@ -524,7 +528,8 @@ class Capabilities:
         """Return the sampling parameters of a requested clip: the request's, or else the defaults.
 
         Raises:
-            ApiError: The server does not make such clips.
+            ApiError: The request names another model, or asks for something that this server does
+                not make, such as another size or too many frames.
             RequestError: A parameter does not fit the model.
         """
         self.check_model(request.model)

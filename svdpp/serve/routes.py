@@ -255,7 +255,10 @@ def list_videos(
         JobState | None, Query(description="Status of the videos; by default, any.")
     ] = None,
     batch_id: Annotated[
-        str | None, Query(description="Batch of the videos; by default, any or none.")
+        str | None,
+        Query(
+            description="Id of a batch, to list only its videos; by default, all videos are listed."
+        ),
     ] = None,
 ) -> VideoPage:
     """List the videos of this key, the newest first."""
@@ -323,7 +326,9 @@ def _archive_ids(service: Service, owner: Owner, ids: list[str] | None) -> list[
 async def _archive_parts(
     service: Service, owner: Owner, parts: Generator[bytes, None, None]
 ) -> AsyncIterator[bytes]:
-    """Yield the bytes of a zip of clips. Until the end, the zip counts as a stream of its owner.
+    """Yield the bytes of a zip of clips.
+
+    Until the end, the zip counts towards the limits on open streams (`MAX_STREAMS`).
 
     Args:
         service: Service of the server.
@@ -453,14 +458,14 @@ class _Events(EventSourceResponse):
 def _check_followed(
     id: str, service: ServiceDep, owner: OwnerDep, last_id: LastEventId = None
 ) -> str:
-    """Return the id of a job to follow; raise if it is missing or the client has its last event.
+    """Return the id of a job to follow; raise if there is no such job, or nothing left to send.
 
     FastAPI calls this function as a dependency of the route, so that errors are raised before the
     stream begins.
 
     Raises:
         ApiError: The owner has no such job, or too many streams are open.
-        HTTPException: Status 204: the job has ended, and the client has its last event.
+        HTTPException: Status 204: the job has ended, and the client already has the last event.
     """
     job = service.job(id, owner)
     _check_streams(service, owner)

@@ -134,7 +134,7 @@ class Video(BaseModel):
     ] = None
     cancel_requested: Annotated[
         bool,
-        Field(description="Whether the clip is cancelled as soon as the ranks have dropped it."),
+        Field(description="Whether a client has cancelled the clip, but ranks still work on it."),
     ] = False
     held: Annotated[
         str | None,
@@ -147,7 +147,8 @@ class Video(BaseModel):
         dict[str, str] | None, Field(description="Input image or video: its name and SHA-256.")
     ]
     remarks: Annotated[
-        list[str], Field(description="Unexpected changes to the input, one sentence each.")
+        list[str],
+        Field(description="Changes to the input that a client may not expect, such as cropping."),
     ] = []
     error: ErrorBody | None
     proof: VerificationStatus
@@ -155,11 +156,13 @@ class Video(BaseModel):
         str | None, Field(description="Reason if `proof` is `failed` or `different`.")
     ]
     callback: Annotated[
-        dict[str, Any] | None, Field(description="State of its webhook; null: none was requested.")
+        dict[str, Any] | None, Field(description="State of the webhook; null: none was requested.")
     ]
-    batch_id: Annotated[str | None, Field(description="Id of its batch; null: none.")] = None
+    batch_id: Annotated[str | None, Field(description="Id of the video's batch; null: none.")] = (
+        None
+    )
     custom_id: Annotated[
-        str | None, Field(description="Name that the client gave to its line in the batch.")
+        str | None, Field(description="Name that the client gave to the video's line in the batch.")
     ] = None
 
 
@@ -330,7 +333,7 @@ class BatchFault(BaseModel):
     message: str
     line: Annotated[
         int | None,
-        Field(description="Number of the line in the file, from 1; null: no single line."),
+        Field(description="Number of the line in the file, from 1; null: the whole batch."),
     ]
     param: str | None = None
     hint: str = ""
@@ -599,7 +602,8 @@ async def _on_svdpp_error(request: Request, error: Exception) -> JSONResponse:
 
 async def _on_invalid(request: Request, error: Exception) -> JSONResponse:  # noqa: ARG001
     assert isinstance(error, RequestValidationError)
-    # The first part of a fault's location, such as "query" or "path", is dropped.
+    # The first part of a fault's location, such as "query" in ("query", "limit"), is dropped, so
+    # that the error names only the field.
     located = [{**fault, "loc": fault["loc"][1:]} for fault in error.errors()]
     return error_response(invalid_request(located))
 

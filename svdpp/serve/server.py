@@ -239,7 +239,8 @@ class Server:
         """Remove the jobs that exceed the limits on age and on total size."""
         settings, queue = self._service.settings, self._service.queue
         queue.backend.maintain()
-        # The limit on age needs a settled clock; the limit on size does not.
+        # Shortly after the server's start, NTP may not have set the machine's clock yet. So the
+        # limit on age applies only once the clock is settled. The limit on size needs no clock.
         keep_seconds = settings.keep_seconds if self._clock.is_settled else None
         if (keep_seconds, settings.keep_bytes) != (None, None):
             enforce_retention(queue, queue.now(), keep_seconds, settings.keep_bytes)
@@ -330,7 +331,7 @@ def list_models(service: ServiceDep) -> dict[str, Any]:
     model["loras"] = [
         {"name": name, "sha256": sha256}
         for name, (sha256, *others) in sorted(service.fleet.lora_hashes().items())
-        if not others  # otherwise, servers have different files with this name
+        if not others  # names that mean different files on different servers are left out
     ]
     model |= {"created": int(service.started_at), "owned_by": "svdpp"}
     return {"object": "list", "data": [model]}
@@ -345,7 +346,7 @@ def get_model(id: str, service: ServiceDep) -> dict[str, Any]:
 
 @server.get("/v1/engine")
 def get_engine(service: ServiceDep, owner: OwnerDep) -> dict[str, Any]:
-    """Show the work of the ranks now and in the last minute.
+    """Show what the ranks do now and did in the last minute.
 
     Videos of other keys appear as `other`.
     """

@@ -143,8 +143,9 @@ class Service:
         )
 
     def _on_changed(self, job: Job) -> None:
-        # Each server counts only the jobs that this same server has ended. A job that was cancelled
-        # while it was queued has no server, and is counted, too.
+        # In a fleet, each server counts only the jobs that it has ended itself, so that no job is
+        # counted twice. A job that was cancelled while it was queued has no server, and is counted
+        # by the server that cancelled it.
         if job.state.is_final and job.server in (None, self.queue.server):
             self.metrics.count_final_job(job)
             self.webhooks.thread.wake()
@@ -165,7 +166,9 @@ class Service:
         """Raise an error unless the server accepts new jobs: it runs, and its disk is not full.
 
         Args:
-            has_limit: Whether to also check that the queue is not full.
+            has_limit: Whether to raise an error also if the queue is full. False for batches, which
+                have a limit of their own, and for a request with an idempotency key, which may
+                repeat a stored request.
 
         Raises:
             ApiError: The server accepts no jobs now.
@@ -262,8 +265,8 @@ class Service:
             owner: Owner of the job.
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
-            loras: SHA-256 of LoRAs, by name. They replace the LoRAs that servers offer now under
-                the same names. None: nothing is replaced.
+            loras: SHA-256 of the LoRA file to use for each name, for a batch that was checked
+                earlier. Other names, and all names if None, mean the files that servers offer now.
 
         Raises:
             ApiError: The server does not make such clips, or sends no webhooks to the requested
@@ -343,7 +346,9 @@ class Service:
         seconds = min(_MAX_RETRY, max(1, math.ceil(self.fleet.estimates.seconds_until_slot())))
         scope = "of this key" if "owner" in details else "of this server"
         num_open, limit = details["open"], details["limit"]
-        text = f"the queue {scope} is full: {num_open} open, the limit is {limit}"
+        text = (
+            f"the queue {scope} is full: {num_open} open (queued or running), the limit is {limit}"
+        )
         hint = f"the next place is free in about {seconds} s"
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
@@ -433,7 +438,7 @@ class Service:
         return job
 
     def video(self, job: Job) -> Video:
-        """Return the API's representation of a job. A job that no rank has begun is `queued`."""
+        """Return the API's representation of a job, with status `queued` until a rank begins it."""
         if job.state.is_final:
             kept = self.settings.keep_seconds
             expires_at = None if kept is None else (job.finished_at or 0.0) + kept

@@ -26,7 +26,8 @@ from svdpp.media import output_files
 from svdpp.serve.clock import SteadyClock
 from svdpp.serve.job import INDEXES, VERSION, upgrade
 
-#: Folder for files that belong to no job. The root of a file system already has such a folder.
+#: Folder for files that belong to no job. A data folder that is the root of a disk's file system
+#: already has a folder of this name, so it does not count as a foreign file.
 LOST_AND_FOUND = "lost+found"
 #: File that reserves disk space for changes of the queue, and is removed when the disk is full.
 RESERVE_FILE = ".svdpp-reserve"
@@ -82,7 +83,8 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
     Args:
         folder: Data folder, which need not exist.
         allowed: Names of files that the folder may have.
-        restore: Beginning of the error's hint: advice on how to restore the queue.
+        restore: Beginning of the error's hint: advice on how to restore the queue, such as
+            `restore its queue.sqlite3`.
 
     Raises:
         RequestError: The folder has other files.
@@ -124,18 +126,20 @@ class SqliteBackend:
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
-    """Locking clauses of the query that claims a job, each with an `advisory_lock`, in the order in
-    which they are tried."""
+    """Locks with which `claim` tries to get a job, in this order. Each entry is an SQL locking
+    clause, such as `FOR UPDATE`, and the name of an advisory lock. SQLite needs neither."""
 
     clock_name = "what it was when the server started"
-    """End of messages that begin with "the clock of this machine is 90 s ahead of"."""
+    """Name of the queue's clock in messages such as "the clock of this machine is 90 s ahead of
+    what it was when the server started"."""
 
     def __init__(self, folder: Path, *, adopts: bool = False) -> None:
         self._clock = SteadyClock()
         self._folder = folder
         self._path = folder / _NAME
         self._is_closed = False
-        # Inodes of the database file and its log; empty until the file is open.
+        # Inodes of the database file and its log when they were opened, by which `is_there` notices
+        # that a file was removed or replaced. Empty until then.
         self._opened_as: list[int] = []
         # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()
@@ -149,8 +153,8 @@ class SqliteBackend:
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict.splitlines()[-1])
             _create(self._writer)
-            # The log is written back into the file, so that only later changes are lost if the log
-            # is lost.
+            # SQLite's write-ahead log is written into the database file now. So if the log is lost,
+            # only changes since this start are lost with it.
             self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
             self._reader = opened.enter_context(
                 _connected(self._path, self._clock, _READ_BUSY_SECONDS)
@@ -201,10 +205,10 @@ class SqliteBackend:
             return self._reader.execute(query, values).fetchall()
 
     def check(self) -> None:
-        """Raise an `OutputError` unless the SQLite file takes changes.
+        """Raise an `OutputError` unless the SQLite file can be written.
 
         Raises:
-            OutputError: The file takes no changes, or another program holds its locks.
+            OutputError: The file cannot be written, or another program holds its locks.
         """
         with self.transaction():
             pass
@@ -218,7 +222,7 @@ class SqliteBackend:
         return self._clock.skew()
 
     def maintain(self) -> None:
-        """Write SQLite's log back into its file, so that a copy of the file is almost complete."""
+        """Write SQLite's log into the database file, so that a backup of this file is recent."""
         with self._writing, self._errors():
             self._writer.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
@@ -281,8 +285,8 @@ class SqliteBackend:
                 hint = "the file is damaged: restore a copy, or start with another folder"
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
                 hint = (
-                    "another program holds its lock, or its file system has no locks: end that "
-                    "program, or name a folder on a local disk with `data`"
+                    "another program holds its lock, or the file system has no locks: end "
+                    "that program, or name a folder on a local disk with `data`"
                 )
             reason = output_files.error_reason(error)
             raise OutputError(

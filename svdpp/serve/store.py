@@ -168,7 +168,9 @@ class FileStore:
                 self._filesystem.rm_file(self._object_path(path))
 
     def objects(self, folder: str = "") -> dict[str, tuple[int, float]]:
-        """Return size in bytes and unix time of each object in the store, by the object's name.
+        """Return size in bytes and time of change of each object in the store, by object name.
+
+        The times are unix times. Without a bucket, the dict is empty.
 
         Args:
             folder: Folder of the store to list; empty: all folders.
@@ -312,7 +314,7 @@ class FileStore:
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
         """Translate errors of the jobs' store in the `with` block to errors of svdpp.
 
-        After an error of the store, other calls than probes fail at once, until a probe succeeds.
+        After an error of the store, all calls except probes fail at once, until a probe succeeds.
 
         Args:
             is_probe: Whether the block probes the store.
@@ -333,10 +335,12 @@ class FileStore:
     def _unavailable(self, reason: str) -> StorageUnavailableError:
         text = redact(f"{self.name} cannot be used: {reason}")
         if not self.unavailable_reason:
-            logger.error("{}: no clip is begun or accepted", text)
+            logger.error("{}; until it can be used again, no clip is begun or accepted", text)
         self.unavailable_reason = text
         return StorageUnavailableError(
-            text, "check `files`, and the credentials for it", details={"reason": redact(reason)}
+            text,
+            "check the URL in `files`, and the credentials for the store",
+            details={"reason": redact(reason)},
         )
 
     def _object_path(self, path: Path) -> str:

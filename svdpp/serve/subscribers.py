@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-# Minimum seconds between two queries of one subscriber.
+# Minimum seconds between two queries of the queue for one subscriber.
 _LOOK_SECONDS = 0.25
-# Maximum number of queries per second by all subscribers together, to limit the CPU load.
+# Maximum number of queries per second for all subscribers together, to limit the CPU load.
 _LOOKS_PER_SECOND = 200
 
 
@@ -18,7 +18,7 @@ _LOOKS_PER_SECOND = 200
 class SubscriberCounts:
     """Number of clients that follow jobs, and a limit on how often they query the queue.
 
-    Open archives are counted as clients, too.
+    A client follows a job by an event stream. Open archives are counted as clients, too.
     """
 
     by_owner: Counter[str] = field(default_factory=Counter)

@@ -120,7 +120,7 @@ class DecoderSlots:
             self._waiting.append(request)
             try:
                 if not self._changed.wait_for(lambda: self._is_next(request), seconds):
-                    text = f"no image could be checked within {seconds:g} s: too many are waiting"
+                    text = f"the upload was not checked within {seconds:g} s: too many others wait"
                     details = {"timeout_seconds": seconds}
                     raise DecoderBusyError(text, "try again later", details=details)
                 self._free -= 1
@@ -159,7 +159,7 @@ class UploadStore:
         self._folder = folder.absolute()
         self._max_pixels = max_pixels
         self._slots = DecoderSlots(MAX_DECODERS)
-        self._errors = f"cannot keep an image in {str(self._folder)!r}"
+        self._errors = f"cannot store an upload in {str(self._folder)!r}"
         with output_files.disk_errors(self._errors):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -181,9 +181,9 @@ class UploadStore:
             source: Open file with the image, which is read from the beginning.
             id: Id of the job.
             name: File name for error messages, from `sanitize_filename`.
-            video_frames: Number of frames that a clip uses of a video; 0: videos are rejected.
-            further: Field of a further input file, as in `Job.further_paths`; empty: the file is
-                the image of the job.
+            video_frames: Number of frames of the video that a clip uses; 0: videos are rejected.
+            further: Name of the request field if the file is a further input, such as
+                `reference_1`; empty: the file is the job's main image or video.
             owner: Name of the owner who uploads the image.
             decoded: Results for images that were decoded before. If this image is among them, it is
                 not decoded again; otherwise its result is added. None: the image is always decoded.
@@ -228,7 +228,7 @@ class UploadStore:
             source: Content of the file.
             id: Id of the request, which is part of the temporary file's name.
             name: Name of the file, for errors.
-            video_frames: Number of frames that a clip uses of a video; 0: videos are rejected.
+            video_frames: Number of frames of the video that a clip uses; 0: videos are rejected.
             owner: Owner of the request.
             decoded: Results of earlier calls, by content, so that equal files are decoded once.
 
@@ -253,7 +253,7 @@ class UploadStore:
         """
         upload, final = self._folder / f".upload-{id}-{secrets.token_hex(4)}", f"{id}.jsonl"
         try:
-            with output_files.disk_errors(f"cannot keep a batch in {str(self._folder)!r}"):
+            with output_files.disk_errors(f"cannot store a batch file in {str(self._folder)!r}"):
                 _copy(source, upload)
                 sha256, size = _sha256_of(upload), upload.stat().st_size
                 output_files.fsync(upload)
@@ -343,7 +343,7 @@ def _decoder_error(text: str, upload: Path, name: str) -> InputError:
         record = json.loads(text)
         message, hint, details = map(record.get, ("message", "hint", "details"))
         if not (isinstance(message, str) and isinstance(hint, str) and isinstance(details, dict)):
-            raise ValueError("it is no error")
+            raise ValueError("the output is not an error record")
     except (ValueError, AttributeError, RecursionError):
         return InputError(f"{name!r} cannot be decoded", "save it again as PNG or JPEG")
     safe_details: dict[str, int | float | str] = {}
@@ -363,7 +363,7 @@ def _read_result(process: subprocess.Popen[bytes]) -> str:
 
 
 def _decoder_environment() -> dict[str, str]:
-    """Return the decoder process's environment variables: no secrets, and one thread."""
+    """Return a decoder's environment variables: without secrets, and limited to one thread."""
     kept = {name: os.environ[name] for name in _PASSED_VARIABLES if name in os.environ}
     return {**kept, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
@@ -377,7 +377,7 @@ def main(path: str, *numbers: str) -> None:
     Args:
         path: File to decode.
         numbers: Six integers: process id of the server, at whose end this process ends; number of
-            frames that a clip uses of a video, 0 for an image; maximum pixels; maximum bytes of
+            frames of the video that a clip uses, 0 for an image; maximum pixels; maximum bytes of
             address space; maximum seconds of CPU time, after which the kernel sends SIGXCPU; and
             maximum scans of a JPEG.
     """

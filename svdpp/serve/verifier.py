@@ -75,15 +75,15 @@ class Verifier:
         self._cancelled: str | None = None
         self._num_begun = 0
         self._last_turns: dict[str, int] = {}
-        """Number of the latest verification of each owner's clips. All verifications of this
-        server are numbered from 1."""
+        """Number of each owner's latest verification, by the owner's name. This server numbers its
+        verifications from 1; the owner with the lowest number has the next turn."""
         seconds = _SHARED_LOOK_SECONDS if queue.is_shared else _LOOK_SECONDS
         error_message = "the verification of a clip failed"
         self.thread = PeriodicThread(
             "verifier", self._run_once, seconds, error_message=error_message
         )
-        """Thread of the verifications. It also verifies clips for which an earlier server process
-        got the request."""
+        """Thread that verifies clips, also those whose verification was requested before the server
+        was started again."""
 
     def request(self, id: str) -> bool:
         """Request the verification of a completed clip.

@@ -182,7 +182,7 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address of a webhook's host for an attempt: each attempt gets the next one.
+        """Return the IP address to use for an attempt: the next of the host's addresses each time.
 
         Raises:
             RequestError: The host name has an address that is not public.
