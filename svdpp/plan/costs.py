@@ -323,7 +323,7 @@ class MemoryEstimate(NamedTuple):
     """Memory of a decode in chunks of `decode_chunk_size` frames."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Return a rank's memory: weights of all its parts, and activations of the largest one.
+        """Return a rank's memory: weights of all its parts, and the largest activations of a part.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -333,7 +333,7 @@ class MemoryEstimate(NamedTuple):
         return PartMemory(sum(part.weight_bytes for part in parts), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """Return a memory estimate as the memory fields of `CostModel`, in GiB by name."""
+        """Return the estimate as fields of `CostModel`, such as `encode_weights_gib`, in GiB."""
         return {
             f"{name}_{kind}_gib": size / 2**30
             for name, part in self._asdict().items()

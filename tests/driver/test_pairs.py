@@ -131,7 +131,7 @@ def test_verify_names_what_differs_first(
     assert first is not None
     assert (first.rank, first.max_ulp) == (rank, 1)
     assert words in str(first)
-    assert f"done by rank {rank}" in str(first)
+    assert f"computed by rank {rank}" in str(first)
 
 
 @pytest.mark.slow
