@@ -1,4 +1,4 @@
-"""Schedule of a run: the actions (encode, denoise, send ...) of each rank, and clips' routes."""
+"""Schedule of a run: the route of each clip through the ranks, and the actions of each rank."""
 
 from __future__ import annotations
 

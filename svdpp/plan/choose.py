@@ -200,8 +200,8 @@ class _Search:
             f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
         )
         return RequestError(
-            f"no layout of {layouts[0].world_size} ranks fits in {has} GiB for each rank: the "
-            f"smallest layout needs {least:.4g} GiB",
+            f"no layout fits in the memory of the ranks ({has} GiB each): the smallest layout "
+            f"needs {least:.4g} GiB",
             "use a smaller `decode_chunk_size`, fewer `num_frames`, a smaller `height` and "
             "`width`, or `memory_opt`",
             details={
@@ -240,7 +240,8 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                with suppress(RequestError):  # the steps may not divide evenly (uniform split)
+                # The uniform split raises an error if the stages cannot have equally many steps.
+                with suppress(RequestError):
                     yield replace(
                         data_parallel,
                         split=split,

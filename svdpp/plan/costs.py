@@ -192,7 +192,8 @@ class CostModel:
         per_host = self.ranks_per_host
         if per_host and world_size % per_host:
             raise RequestError(
-                f"{world_size} ranks cannot form hosts of {per_host} ranks each",
+                f"the number of ranks ({world_size}) is not a multiple of the number of ranks on "
+                f"each host ({per_host})",
                 f"use `hosts` {-(-world_size // per_host)}x{per_host}, or another `world_size`",
                 details={"world_size": world_size, "ranks_per_host": per_host},
             )

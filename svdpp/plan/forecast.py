@@ -96,7 +96,8 @@ class Forecast:
 class DeadlockError(ValueError):
     """Error for a schedule that cannot run to its end.
 
-    Ranks wait for each other, or the sender and the receiver of a transfer expect different clips.
+    Either ranks wait for each other, or the two actions of a transfer or of a shared DENOISE do not
+    match, for example because they are for different clips.
     """
 
 
@@ -222,8 +223,8 @@ class _Simulation:
         length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
             raise DeadlockError(
-                f"rank {source} and rank {target} do not meet: one of them does `{other[0]}`, the "
-                f"other `{action}`"
+                f"the actions of rank {source} and rank {target} do not match: one is "
+                f"`{other[0]}`, the other is `{action}`"
             )
         self.ends[transfer] = max(other[1], at)
         if is_transfer:
@@ -244,7 +245,8 @@ def simulate_schedule(
         sizes: Factor for the costs of each clip, by the clip's index; empty: 1 for all clips.
 
     Returns:
-        Spans of all actions except transfers, in no particular order.
+        Spans in no particular order: of each ENCODE, DENOISE and DECODE, and spans of no length for
+        LOAD_CHECKPOINT and RECV_FRAMES. Other actions have no span.
 
     Raises:
         DeadlockError: Ranks wait for each other, or a sender's action does not match the action of

@@ -111,9 +111,12 @@ class Layout(ParallelConfig):
     def _check_replicas(self) -> None:
         units = self.world_size // self.cfg_parallel_size
         if self.data_parallel_size < 1 or units % self.data_parallel_size:
-            what = f"{units} pairs of ranks" if self.cfg_parallel_size == 2 else f"{units} ranks"
+            what = (
+                f"pairs of ranks is {units}" if self.cfg_parallel_size == 2 else f"ranks is {units}"
+            )
             raise RequestError(
-                f"{what} cannot form {self.data_parallel_size} replicas of equal size",
+                "replicas of equal size cannot be formed: "
+                f"`replicas` is {self.data_parallel_size}, and the number of {what}",
                 f"use a divisor: `replicas` {', '.join(map(str, divisors(units)))}",
                 details={
                     **{"world_size": self.world_size, "replicas": self.data_parallel_size},

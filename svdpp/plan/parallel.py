@@ -30,7 +30,8 @@ class LayoutOption:
     """Name, help and values of a field of `ParallelConfig` on the command line and in JSON."""
 
     name: str
-    """Name in Python, JSON and benchmarks; the command line has dashes in place of underscores."""
+    """Name of the option in JSON, benchmarks and messages, such as `decode_ranks`. The command line
+    has dashes in place of underscores."""
     help: str
     metavar: str = ""
     choices: tuple[str, ...] = ()

@@ -34,8 +34,8 @@ Cuts = tuple[int, ...]
 # and not floats, so that all machines compute the same division.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio. The phase of a clip (see `ClipCuts`) is a multiple of this number, modulo
-# 2^64. Such multiples are spread evenly, however many clips there are.
+# 2^64 / golden ratio. The phases of successive clips (see `ClipCuts`) differ by this number, modulo
+# 2^64. Such phases are spread evenly, however many clips there are.
 _GOLDEN = 0x9E3779B97F4A7C15
 # A stage that encodes or decodes also gets steps only if this raises the throughput by more than
 # this fraction. Without steps, the ranks of the stage need not load the denoiser.
@@ -105,6 +105,8 @@ class StageGroup:
 
     def slowest_seconds(self, cuts: Cuts) -> float:
         """Return the seconds between finished clips, which the slowest stage of a group determines.
+
+        Stages without steps are ignored.
 
         Args:
             cuts: Division of the group's steps, counted from 0.

@@ -200,7 +200,7 @@ class StepChecks:
             step, before, after = self._queued.popleft()
             if not after.wait():
                 raise NotFiniteError(
-                    f"the latent is not finite after step {step}, computed by rank {self._rank}",
+                    f"the latent is not finite after step {step} (computed by rank {self._rank})",
                     "check the weights, or use `dtype` bf16 or fp32, which have a larger range",
                     details={"step": step, "rank": self._rank},
                 )

@@ -431,7 +431,7 @@ class PipelineStage:
         """Report to the parent how long the `with` block took, and how long the rank waited before.
 
         Args:
-            action: ENCODE, DENOISE or DECODE that the block runs.
+            action: ENCODE, DENOISE, DECODE or RECV_FRAMES that the block runs.
         """
         start = time.monotonic()
         yield

@@ -193,7 +193,9 @@ def test_replicas_keep_to_a_host_where_they_can(
 
 
 DIVISORS = "use a divisor: `replicas` 1, 2, 4, 8"
-NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
+NOT_EQUAL = (
+    "replicas of equal size cannot be formed: `replicas` is {}, and the number of ranks is 8"
+)
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
 OTHER_SPLITS = "use `split` balanced or `split` alternating"
@@ -221,7 +223,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         ),
         (
             {"costs": CostModel(ranks_per_host=3)},
-            "8 ranks cannot form hosts of 3 ranks each",
+            "the number of ranks (8) is not a multiple of the number of ranks on each host (3)",
             "use `hosts` 3x3, or another `world_size`",
         ),
         (
@@ -412,7 +414,7 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
     assert layout.data_parallel_size == 1
     assert "; 0 of 4 ranks hold both experts; " in reason
-    words = "no layout of 4 ranks fits in 36 to 47 GiB for each rank: the smallest layout needs 47"
+    words = r"fits in the memory of the ranks \(36 to 47 GiB each\): the smallest layout needs 47"
     with pytest.raises(RequestError, match=words):
         choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
 
