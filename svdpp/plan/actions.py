@@ -1,4 +1,4 @@
-"""Actions of ranks, routes of clips through the ranks, and schedules (one action list per rank)."""
+"""Schedule of a run: the route of each clip through the ranks, and the actions of each rank."""
 
 from __future__ import annotations
 
@@ -211,9 +211,10 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank computes the final latent itself, as second rank of the clip's last pair.
+        """Whether a rank has the final latent, as the second rank of the pair that computes it.
 
-        The latent is therefore not sent to such a rank when several ranks decode the clip.
+        If several ranks decode the clip, the last rank sends the final latent only to ranks that do
+        not have it.
 
         Args:
             rank: Any rank of the layout.
@@ -237,7 +238,7 @@ class Route:
         return 0
 
     def resumed(self, at: int) -> Route:
-        """Return the rest of a route for a resumed clip, beginning with the rank of step `at`.
+        """Return the part of a route that is left for a resumed clip, from step `at` on.
 
         The last rank is always part of the result, because that rank finishes the clip.
 
@@ -251,7 +252,7 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Actions of one rank for one clip; the RECV may be posted early."""
+    """Actions of one rank for one clip. A RECV that may be posted early is kept apart."""
 
     pending: Action | None
     """RECV of the clip's packet that the rank posts early, that is, before its work on the previous
@@ -293,8 +294,8 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # For each rank: the visits in which the rank decodes a part of a clip for another rank. Each
-    # visit has a number: how many visits in `visits` come before it.
+    # For each rank: the visits in which the rank decodes a part of a clip for another rank, as
+    # tuples (n, visit). The visit is inserted after the first n visits of the rank in `visits`.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):

@@ -20,8 +20,8 @@ from svdpp.plan.layout import Layout
 from svdpp.plan.parallel import SPLITS
 from svdpp.plan.split import check_counts, divisors
 
-# Largest number of ranks in a replica that the search tries. Layouts with larger replicas take long
-# to forecast, and are not faster.
+# Largest number of ranks in a replica (a group of ranks that makes whole clips) that the search
+# tries. Layouts with larger replicas take long to forecast, and do not make clips faster.
 _MAX_REPLICA_SIZE = 64
 # Two durations count as equal if their ratio is at most this number. If several layouts are equally
 # fast, the simplest is chosen.
@@ -123,7 +123,7 @@ class _Search:
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
     def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
-        """Return all possible layouts, as changed copies of `wholes`, which are data parallel."""
+        """Return all possible layouts: changed copies of the data-parallel layouts `wholes`."""
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []
@@ -133,7 +133,10 @@ class _Search:
         return layouts
 
     def _with_shared_experts(self, wholes: Sequence[Layout]) -> Iterator[Layout]:
-        """Yield pipelines of several stages that fit in memory and let a rank hold both experts."""
+        """Yield layouts that fit in memory, have several stages, and let a rank hold both experts.
+
+        Experts are the two denoisers that some models have, each for a part of the steps.
+        """
         whole = self.data_parallel
         is_asked = self.fixed is None and self.memory_gib and not whole.share_experts
         if not is_asked or whole.expert_boundary is None:
@@ -170,8 +173,8 @@ class _Search:
         longer = next_best.seconds / best.seconds - 1
         if others or longer < 1 / _EQUAL - 1:
             return (
-                f"a clip takes {best.latency:.4g} s and {clips} {best.seconds:.4g} s, with "
-                f"{next_best.layout} {next_best.latency:.4g} s and {next_best.seconds:.4g} s"
+                f"{best.latency:.4g} s for a clip and {best.seconds:.4g} s for {clips}, instead of "
+                f"{next_best.latency:.4g} s and {next_best.seconds:.4g} s with {next_best.layout}"
             )
         return f"the next best, {next_best.layout}, takes {max(0.0, longer):.1%} longer for {clips}"
 
@@ -184,11 +187,11 @@ class _Search:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
             yield f"{num_both} of {best.world_size} ranks hold both experts"
         if too_large := sum(not self._fits(layout) for layout in possible):
-            yield f"{too_large} of {len(possible)} layouts need more memory"
+            yield f"too large for the memory: {too_large} of {len(possible)} layouts"
         if unknown:
             yield (
-                f"{unknown} of {len(possible)} layouts have transfers between hosts, and the costs "
-                "lack inter_host_transfer_seconds"
+                f"not compared: {unknown} of {len(possible)} layouts, because they have transfers "
+                "between hosts, and the costs lack inter_host_transfer_seconds"
             )
 
     def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:
@@ -197,8 +200,8 @@ class _Search:
             f"{each:.4g}" for each in sorted({min(self.memory_gib), max(self.memory_gib)})
         )
         return RequestError(
-            f"no layout of {layouts[0].world_size} ranks fits in {has} GiB for each rank: the "
-            f"smallest layout needs {least:.4g} GiB",
+            f"no layout fits in the memory of the ranks ({has} GiB each): the smallest layout "
+            f"needs {least:.4g} GiB",
             "use a smaller `decode_chunk_size`, fewer `num_frames`, a smaller `height` and "
             "`width`, or `memory_opt`",
             details={
@@ -215,7 +218,10 @@ class _Search:
 def _least(
     candidates: Sequence[_Candidate], key: Callable[[_Candidate], float], factor: float = _EQUAL
 ) -> list[_Candidate]:
-    """Return the layouts whose time, as `key` gives it, is within `factor` of the least time."""
+    """Return the candidates whose time is at most `factor` times the shortest time.
+
+    `key` returns the time of a candidate, such as its latency.
+    """
     most = min(map(key, candidates)) * factor
     return [each for each in candidates if key(each) <= most]
 
@@ -234,7 +240,8 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
             needed = decoders_needed(num_steps, replica_size, data_parallel.costs)
         for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
-                with suppress(RequestError):  # the uniform split may be unable to divide the steps
+                # The uniform split raises an error if the stages cannot have equally many steps.
+                with suppress(RequestError):
                     yield replace(
                         data_parallel,
                         split=split,

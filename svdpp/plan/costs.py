@@ -192,7 +192,8 @@ class CostModel:
         per_host = self.ranks_per_host
         if per_host and world_size % per_host:
             raise RequestError(
-                f"{world_size} ranks cannot form hosts of {per_host} ranks each",
+                f"the number of ranks ({world_size}) is not a multiple of the number of ranks on "
+                f"each host ({per_host})",
                 f"use `hosts` {-(-world_size // per_host)}x{per_host}, or another `world_size`",
                 details={"world_size": world_size, "ranks_per_host": per_host},
             )
@@ -323,7 +324,7 @@ class MemoryEstimate(NamedTuple):
     """Memory of a decode in chunks of `decode_chunk_size` frames."""
 
     def of_rank(self, roles: Roles) -> PartMemory:
-        """Return a rank's memory: weights of all its parts, and activations of the largest one.
+        """Return a rank's memory: weights of all its parts, and the largest activations of a part.
 
         Args:
             roles: Parts of the model that the rank uses.
@@ -333,7 +334,7 @@ class MemoryEstimate(NamedTuple):
         return PartMemory(sum(part.weight_bytes for part in parts), max(activations, default=0))
 
     def as_costs(self) -> dict[str, float]:
-        """Return a memory estimate as the memory fields of `CostModel`, in GiB by name."""
+        """Return the estimate as fields of `CostModel`, such as `encode_weights_gib`, in GiB."""
         return {
             f"{name}_{kind}_gib": size / 2**30
             for name, part in self._asdict().items()

@@ -1,4 +1,4 @@
-"""Forecast of the times of a run: a simulation of the action lists, and a faster recurrence."""
+"""Forecast of the times of a run, by a simulation of all actions or by a faster recurrence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from svdpp.plan.split import Cuts
 #: work of one rank on one clip. Further clips are assumed to finish at the same rate.
 MAX_VISITS = 2**21
 
-# Number of clips for each rank that are computed to forecast a long queue: enough for clips to
+# The forecast of a long queue computes this many clips for each rank. They are enough for clips to
 # finish at a constant rate.
 _QUEUED_PER_RANK = 16
 # Largest number of clips that are computed for each layout when layouts are compared.
@@ -94,7 +94,11 @@ class Forecast:
 
 
 class DeadlockError(ValueError):
-    """Error for a schedule that cannot run to its end, because ranks wait for each other."""
+    """Error for a schedule that cannot run to its end.
+
+    Either ranks wait for each other, or the two actions of a transfer or of a shared DENOISE do not
+    match, for example because they are for different clips.
+    """
 
 
 #: Sender and receiver of a link, and whether the link is only for parts of a clip that several
@@ -142,8 +146,9 @@ class _Simulation:
     def _perform(self, rank: int) -> Iterator[_TransferId]:
         """Simulate a rank's actions; yield the id of each transfer for which the rank waits."""
         clock = 0.0
-        # Ids of the transfers for which later actions wait, by (clip, sender). Only RECV_FRAMES
-        # names the sender, because it waits for a certain rank; otherwise the sender is -1.
+        # Ids of the transfers for which later actions wait, by (clip, sender). Several ranks can
+        # send frames of one clip, so the key of a RECV_FRAMES has the sender. All other keys have
+        # -1 in its place.
         arrivals: dict[tuple[int, int], _TransferId] = {}
         for action in self.schedule[rank]:
             self.current[rank] = action
@@ -186,7 +191,7 @@ class _Simulation:
         """Record when a simulated sender or receiver begins the next transfer on a link.
 
         Args:
-            end: Role of the rank, "send" or "recv".
+            end: End of the link at which the rank is: "send" or "recv".
             action: Action of the rank that begins.
             ranks: Sender and receiver.
             at: Time at which the rank begins.
@@ -213,11 +218,14 @@ class _Simulation:
             return
         (source, target, _), index = transfer
         is_transfer = index >= 0
-        # The actions of the two ranks must have the same clip and start. Those of a DENOISE must
-        # also have the same end.
+        # Fields 1 to 3 of an action are `clip`, `start` and `end`. The actions of the two ranks
+        # must agree in `clip` and `start`, and for a shared DENOISE also in `end`.
         length = slice(1, 3 if is_transfer else 4)
         if other[0][length] != action[length]:
-            raise DeadlockError(f"rank {source} to {target}: {other[0]} does not match {action}")
+            raise DeadlockError(
+                f"the actions of rank {source} and rank {target} do not match: one is "
+                f"`{other[0]}`, the other is `{action}`"
+            )
         self.ends[transfer] = max(other[1], at)
         if is_transfer:
             before = self.ends.get((transfer[0], index - 1), 0.0)
@@ -237,7 +245,8 @@ def simulate_schedule(
         sizes: Factor for the costs of each clip, by the clip's index; empty: 1 for all clips.
 
     Returns:
-        Spans of all actions except transfers, in no particular order.
+        Spans in no particular order: of each ENCODE, DENOISE and DECODE, and spans of no length for
+        LOAD_CHECKPOINT and RECV_FRAMES. Other actions have no span.
 
     Raises:
         DeadlockError: Ranks wait for each other, or a sender's action does not match the action of
@@ -265,7 +274,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     # If spans of a clip have the same end, the one that started last is kept.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
-        raise ValueError("no spans to sum up")
+        raise ValueError("`spans` is empty, so there are no times to compute")
     starts = {span.clip: span.start for span in sorted(spans, key=lambda each: -each.start)}
     ends = {span.clip: span.end for span in spans}
     finishers = {span.clip: span.rank for span in spans if not span.action.helps}
@@ -332,7 +341,7 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
             lack the time of a transfer between hosts.
     """
     count = min(num_clips, _most_clips(layout))
-    # `count` clips are too few to fill the pipeline, so the rate of further clips would be wrong.
+    # If `count` clips are too few to fill the pipeline, the rate of further clips would be wrong.
     if count < min(num_clips, 2 * layout.num_stages):
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
@@ -359,8 +368,8 @@ def _most_clips(layout: Layout) -> int:
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # One replica is computed for all replicas, or two if some replicas get one clip more than
-        # others.
+        # Alike replicas with equally many clips are computed only once. Some replicas may get one
+        # clip more than others, so at most two replicas are computed, each with half of the visits.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group
@@ -498,7 +507,8 @@ def clip_times(
     a clip when it has finished its previous clip and has the packet from the previous rank. A rank
     posts the receive of a clip when it begins the previous clip. A transfer starts when the sender
     has finished its work, the receive is posted, and the previous transfer on the link has ended.
-    The sender can begin its next clip only after the end of that previous transfer.
+    The sender can begin its next clip as soon as this previous transfer has ended; it does not wait
+    for the end of the new transfer.
 
     Args:
         clips: Stage times of each clip, in order.

@@ -79,9 +79,9 @@ class Layout(ParallelConfig):
     """Number of steps that the high-noise expert (the first of two denoisers) runs, from 1 to
     `num_steps` - 1. None: the model has one denoiser."""
     chunks: tuple[int, ...] = ()
-    """Sizes of the smallest pieces into which a decode can be divided: the number of frames of each
-    chunk, or of latent positions of each tile. Empty: unknown; the decode is divided into equal
-    parts."""
+    """Sizes of the smallest pieces into which a decode can be divided: the number of frames in each
+    chunk, or the number of latent positions in each tile. Empty: unknown; the decode is divided
+    into equal parts."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -111,9 +111,12 @@ class Layout(ParallelConfig):
     def _check_replicas(self) -> None:
         units = self.world_size // self.cfg_parallel_size
         if self.data_parallel_size < 1 or units % self.data_parallel_size:
-            what = f"{units} pairs of ranks" if self.cfg_parallel_size == 2 else f"{units} ranks"
+            what = (
+                f"pairs of ranks is {units}" if self.cfg_parallel_size == 2 else f"ranks is {units}"
+            )
             raise RequestError(
-                f"{what} cannot form {self.data_parallel_size} replicas of equal size",
+                "replicas of equal size cannot be formed: "
+                f"`replicas` is {self.data_parallel_size}, and the number of {what}",
                 f"use a divisor: `replicas` {', '.join(map(str, divisors(units)))}",
                 details={
                     **{"world_size": self.world_size, "replicas": self.data_parallel_size},
@@ -146,7 +149,7 @@ class Layout(ParallelConfig):
                 f"`decoders` must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, so another rank must hold the "
                 f"{EXPERTS[0]} expert",
-                "use `layout` data-parallel or `share_experts` for ranks that hold both",
+                "use `layout` data-parallel or `share_experts`: a rank can then hold both experts",
                 details={
                     "decoders": self.num_decoders,
                     "most": self.replica_size - 1,
@@ -241,7 +244,10 @@ class Layout(ParallelConfig):
 
     @property
     def separates_experts(self) -> bool:
-        """Whether no rank holds both experts: clips go to another rank where the expert changes."""
+        """Whether the model has two experts, and no rank holds both of them.
+
+        Each clip then goes to another rank at the step where the expert changes.
+        """
         has_two = self.expert_boundary is not None
         return has_two and not self.share_experts and self.replica_size > 1
 
@@ -393,7 +399,9 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Parts of a clip's decode, each with its rank, by the rank that finishes the clip.
+        """Parts of a clip's decode, each with the rank that decodes it.
+
+        The keys are the ranks that finish clips.
 
         The rank that finishes the clip decodes the first part. If this rank is in a pair, the other
         rank of the pair decodes the next part. Earlier ranks of the replica decode the remaining
@@ -415,7 +423,8 @@ class Layout(ParallelConfig):
     ) -> Route:
         """Return a clip's route, which skips stages without steps, except the first and the last.
 
-        With `all_stages`, no stage is skipped.
+        With `all_stages`, no stage is skipped. `turn` says which of the ranks that take turns in
+        decoding finishes the clip; it is taken modulo `num_decoders`.
         """
         ranks, body = self.replica_ranks[replica], self.replica_size - self.num_decoders
         ranges = [
@@ -439,7 +448,7 @@ class Layout(ParallelConfig):
         return tuple(cut_stages(self.split, whole, boundary) for whole in wholes)
 
     def _kinds_of_route(self) -> Iterator[Route]:
-        """Yield every route that a clip of this layout can have, with 0 as the clip's index."""
+        """Yield every route that a clip of this layout can have; the field `clip` of each is 0."""
         for replica in range(self.data_parallel_size):
             for turn, cuts in self._cuts_of(replica).all_cuts():
                 yield self._route(0, replica, turn, cuts)
@@ -506,7 +515,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
 
     Args:
         decode_ranks: Number of ranks that decode each clip together.
-        chunks: Number of frames of each chunk, or of latent positions of each tile.
+        chunks: Number of frames in each chunk, or number of latent positions in each tile.
         are_tiles: Whether the chunks are tiles.
 
     Raises:

@@ -30,7 +30,8 @@ class LayoutOption:
     """Name, help and values of a field of `ParallelConfig` on the command line and in JSON."""
 
     name: str
-    """Name in Python, JSON and benchmarks; the command line has dashes in place of underscores."""
+    """Name of the option in JSON, benchmarks and messages, such as `decode_ranks`. The command line
+    has dashes in place of underscores."""
     help: str
     metavar: str = ""
     choices: tuple[str, ...] = ()
@@ -72,9 +73,9 @@ class ParallelConfig:
         metadata=_option(
             name="split",
             metavar="NAME",
-            help="How a pipeline divides the steps. uniform: equally; balanced: so that the "
-            "slowest rank is as fast as possible; alternating: differently from clip to clip, for "
-            "equal work.",
+            help="How a pipeline divides the steps among its ranks. uniform: equally; balanced: so "
+            "that the slowest rank is as fast as possible; alternating: differently from clip to "
+            "clip, so that all ranks have equal work on average.",
             shown_default="uniform",
             chosen_by=_ALL_CHOOSE,
         ),
@@ -85,7 +86,7 @@ class ParallelConfig:
         metadata=_option(
             name="replicas",
             metavar="R",
-            help="Independent pipelines of W/R ranks; R divides W.",
+            help="Number of independent pipelines, each with the same number of ranks.",
             shown_default="1",
             chosen_by=_ALL_CHOOSE,
         ),
@@ -97,7 +98,7 @@ class ParallelConfig:
         metadata=_option(
             name="decoders",
             metavar="K",
-            help="Ranks at the end of each pipeline that decode clips in turn.",
+            help="Number of ranks at the end of each pipeline that take turns in decoding clips.",
             shown_default="1",
             chosen_by=_ALL_CHOOSE,
         ),
@@ -109,11 +110,12 @@ class ParallelConfig:
         metadata=_option(
             name="cfg_parallel",
             metavar="N",
-            help="Ranks that do each step of a clip together: auto, 1 or 2. 2: pairs of ranks, "
-            "each for one branch of the guidance; a clip takes about half as long. auto: by "
-            "forecast, if the bits are equal.",
+            help="Number of ranks that run each step of a clip together: auto, 1 or 2. 2: two "
+            "ranks form a pair, and each evaluates one branch of the guidance, so a clip takes "
+            "about half as long. auto: 2 if this is better by forecast and does not change the "
+            "bits, else 1.",
             choices=("auto", "1", "2"),
-            shown_default="1; with --layout auto auto",
+            shown_default="1, but auto with --layout auto",
             chosen_by=("compare",),
         ),
     )
@@ -125,8 +127,8 @@ class ParallelConfig:
         metadata=_option(
             name="decode_ranks",
             metavar="N",
-            help="Ranks that decode each clip together: of SVD each some of its "
-            "--decode-chunk-size chunks, with --vae-tiling each some tiles.",
+            help="Number of ranks that decode each clip together. Each rank decodes some of the "
+            "chunks of --decode-chunk-size frames (SVD), or some of the tiles (--vae-tiling).",
             shown_default="both ranks of a pair, if there are several chunks or tiles, else 1",
             chosen_by=("compare",),
         ),
@@ -138,7 +140,8 @@ class ParallelConfig:
         default=False,
         metadata=_option(
             name="share_experts",
-            help="Let one rank hold both experts, so that the steps can be cut anywhere.",
+            help="Let a rank hold both experts (the two denoisers of some models), so that the "
+            "steps can be divided anywhere.",
             in_json=False,
         ),
     )
@@ -191,6 +194,6 @@ def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
             )
     if "auto" in (layout, given.get("cfg_parallel_size")) and "decode_parallel_size" in given:
         raise RequestError(
-            "auto chooses the layout: leave out `decode_ranks`",
+            "`layout` auto and `cfg_parallel` auto choose `decode_ranks`, too: leave it out",
             details={"option": "--decode-ranks"},
         )

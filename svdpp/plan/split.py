@@ -34,8 +34,8 @@ Cuts = tuple[int, ...]
 # and not floats, so that all machines compute the same division.
 _UNIT_BITS = 64
 _UNIT = 1 << _UNIT_BITS
-# 2^64 / golden ratio. Multiples of this number, modulo 2^64, are spread evenly, however many of
-# them are used.
+# 2^64 / golden ratio. The phases of successive clips (see `ClipCuts`) differ by this number, modulo
+# 2^64. Such phases are spread evenly, however many clips there are.
 _GOLDEN = 0x9E3779B97F4A7C15
 # A stage that encodes or decodes also gets steps only if this raises the throughput by more than
 # this fraction. Without steps, the ranks of the stage need not load the denoiser.
@@ -105,6 +105,8 @@ class StageGroup:
 
     def slowest_seconds(self, cuts: Cuts) -> float:
         """Return the seconds between finished clips, which the slowest stage of a group determines.
+
+        Stages without steps are ignored.
 
         Args:
             cuts: Division of the group's steps, counted from 0.
@@ -454,11 +456,11 @@ def _divide(
     seconds_of: Callable[[StageGroup], float],
     counts: Iterable[int] | None,
 ) -> tuple[StageGroup, StageGroup]:
-    """Divide a replica's stages between two experts so that the slower group is at its fastest.
+    """Divide a replica's stages into a group for each expert; return both groups.
 
-    `seconds_of` returns the seconds between finished clips of a group of stages; it must not grow
-    with the number of stages. `counts` are the allowed numbers of stages for the high-noise expert;
-    None: any number is allowed.
+    The slower group is as fast as possible. `seconds_of` returns the seconds between finished clips
+    of a group of stages; it must not grow with the number of stages. `counts` are the allowed
+    numbers of stages for the high-noise expert; None: any number is allowed.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:

@@ -65,12 +65,15 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether a recorded hash of a clip's latent, frames or sound is not the recomputed hash."""
+    """Whether the hash of a clip's latent, frames or sound differs from the recorded hash."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 
 def _remake_clips(tasks: Sequence[VerificationTask], folder: Path) -> SvdppError | None:
-    """Make finished clips again with a pair of ranks (`cfg_parallel` 2); return any error."""
+    """Make finished clips again with a pair of ranks (`cfg_parallel` 2).
+
+    Return the error if this fails, else None.
+    """
     if not tasks:
         return None
     config = tasks[0].pair_config
@@ -99,7 +102,9 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return a clip's latent, frames or sound if available with the recorded hash, else None.
+        """Return a clip's latent, frames or sound if it has the recorded hash.
+
+        None: the tensor is not available, or has another hash.
 
         Args:
             what: `latent`, `frames` or `audio`.

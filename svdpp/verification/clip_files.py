@@ -89,7 +89,7 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             details={"clip": str(found[0]), "other": str(images[0])},
         )
     if inputs and not (images or found):
-        message = f"{inputs[0]!r} is a run's manifest, not a clip"
+        message = f"{inputs[0]!r} is a run's manifest or table of clips, not a clip"
         raise InputError(message, details={"path": inputs[0]})
     return list(dict.fromkeys(found))
 
@@ -137,14 +137,14 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
         else:
             wanted, path = metadata["videos_sha256"][name], metadata["videos"].get(name, name)
             suffixes += VIDEO_SUFFIXES
-        hint = "`image` FOLDER names the folder of all inputs"
+        hint = "use `image` FOLDER, a folder with all inputs of the clip"
         if image is not None and not os.path.isdir(image):
             # `image` is the path of the clip's first image, but another input is wanted. That input
             # is searched for at its recorded path and in the clip's folder.
             image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
-        hint = "`image` PATH names the file"
+        hint = "use `image` PATH, the path of the file"
     recorded = located_path(path, folder)
     if image is None:
         candidates = [recorded, folder / recorded.name, *_files_in(folder, suffixes)]
@@ -348,7 +348,7 @@ def _metadata_faults(clip: ClipOnDisk) -> Iterator[str]:
     different = (name for name in (*beside, *inside) if inside.get(name) != beside.get(name))
     if (name := next(different, None)) is not None:
         inside_says, beside_says = (short_repr(values.get(name)) for values in (inside, beside))
-        yield f"the metadata inside says {name} {inside_says}, the JSON {beside_says}"
+        yield f"the metadata in the file says {name} {inside_says}, the JSON says {beside_says}"
 
 
 def _compare_lossless(clip: ClipOnDisk) -> tuple[str, list[str]]:

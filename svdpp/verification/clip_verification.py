@@ -158,16 +158,23 @@ def compare_hashes(clip: ClipOnDisk, recomputed: dict[str, Any]) -> Iterator[Cli
         recomputed: Metadata of the recomputed clip, with the hashes of its tensors.
     """
     exact = clip.metadata["exact"]
-    reason = "" if exact is True else "the clip's metadata say: exact is unproven"
+    reason = (
+        ""
+        if exact is True
+        else 'the metadata of the clip say "exact": "unproven", so bits may differ'
+    )
     if clip.metadata.get("memory_pressure"):
         reason = "GPU memory was short when the clip was made: cuDNN may have used other kernels"
     elif recomputed.get("memory_pressure"):
         reason = "GPU memory was short in the reference: cuDNN may have used other kernels"
     elif reason and clip.metadata.get("cfg_parallel", 1) > 1:
-        reason = "a pair of ranks divided batches: use a tolerance (atol)"
+        reason = "a pair of ranks divided batches, so bits may differ: use a tolerance (atol)"
     elif reason and not repeats_bits(clip.metadata.get("conditions", {})):
         backend = clip.metadata.get("attention_backend")
-        reason = f"the attention backend {backend} did not repeat its bits: use a tolerance (atol)"
+        reason = (
+            f"the attention backend {backend} gave different bits for equal inputs: use a "
+            "tolerance (atol)"
+        )
 
     def check(what: Literal["latent", "frames", "audio"], name: str) -> ClipCheck:
         recorded, found = clip.metadata.get(name), recomputed.get(name)

@@ -275,7 +275,7 @@ class Reference:
 
 
 def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load the reference's pipeline if it is not modular, as a user of diffusers does."""
+    """Load a pipeline that is not modular, in the way in which a user of diffusers loads it."""
     dtype = model.dtype
     dtypes = {
         part: component_dtype(checkpoint, part, dtype) for part in checkpoint.spec.fp32_components
@@ -300,7 +300,7 @@ def _load_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool)
 
 
 def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_image: bool) -> Any:
-    """Load the reference's pipeline if it is modular, as a user of diffusers does.
+    """Load a modular pipeline, in the way in which a user of diffusers loads it.
 
     Raises:
         ModelError: A component was not loaded. diffusers only logs the reason.
@@ -334,7 +334,8 @@ def _load_modular_pipeline(checkpoint: Checkpoint, model: ModelConfig, from_imag
     missing = sorted({*pipe.null_component_names} & {*weighted})
     if missing:
         raise ModelError(
-            f"diffusers could not load {', '.join(missing)}", details={"components": missing}
+            f"diffusers could not load {', '.join(missing)}; its log messages give the reason",
+            details={"components": missing},
         )
     return pipe
 

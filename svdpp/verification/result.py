@@ -94,7 +94,7 @@ class Check:
             "solver_history": f"the solver's history after step {self.step - 1}",
             "prediction": f"the prediction of branch {self.branch} in step {self.step}",
         }[self.what]
-        return f"clip {self.clip}, {what}, done by rank {self.rank}"
+        return f"clip {self.clip}, {what}, computed by rank {self.rank}"
 
     def __str__(self) -> str:
         """Describe how a tensor differs: name, first differing element, and largest difference.
@@ -187,7 +187,7 @@ class VerificationResult:
         if repeats_bits(self.conditions):
             return ""
         backend = self.conditions.get("attention_backend")
-        remark = f". The attention backend {backend} does not repeat its bits here"
+        remark = f". The attention backend {backend} gives different bits for equal inputs here"
         if self.tolerance.is_bitwise:
             return f"{remark}: only a tolerance (atol) allows for that"
         return remark

@@ -107,7 +107,7 @@ class Reporter:
         Args:
             action: Current action; None: the rank has no work.
             step: Index of the current step of a DENOISE; -1: the action has no steps.
-            waiting: Whether the rank waits for a packet, an image or a disk.
+            waiting: Whether the rank waits for a packet, a slow receiver, an image or the disk.
         """
         before, self._now = self._now, Heartbeat(action=action, step=step, waiting=waiting)
         if (action, waiting) != (before.action, before.waiting):

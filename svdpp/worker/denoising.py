@@ -118,8 +118,8 @@ class Denoising:
         return self._context.transport.post_receive(clip, step, peer, "predictions")
 
     def _arrived(self, step: int, pending: PendingPacket, expected: Specs | None) -> Packet:
-        # Heartbeats report that the rank waits. `ActionDone` does not count the wait as a wait, but
-        # as a part of the step.
+        # Heartbeats report that the rank waits. `ActionDone` counts this wait as a part of the
+        # step, not in `waited`.
         self._context.reporter.set_position(self._action, step, waiting=True)
         packet = pending.wait(None if expected is None else lambda _: expected)
         self._context.reporter.set_position(self._action, step)
@@ -200,7 +200,7 @@ class StepChecks:
             step, before, after = self._queued.popleft()
             if not after.wait():
                 raise NotFiniteError(
-                    f"the latent is not finite after step {step}, done by rank {self._rank}",
+                    f"the latent is not finite after step {step} (computed by rank {self._rank})",
                     "check the weights, or use `dtype` bf16 or fp32, which have a larger range",
                     details={"step": step, "rank": self._rank},
                 )

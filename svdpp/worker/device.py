@@ -47,7 +47,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named(None, device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # OutOfMemoryError is a subclass of RuntimeError
+    except OutOfMemoryError:  # a RuntimeError, too, which the next clause would catch
         raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
@@ -114,8 +114,9 @@ def device_name(device: str) -> str:
     return str(torch.cuda.get_device_properties(torch.device(device)).name)
 
 
-# Number of retried and failed allocations on each device before this process created its first
-# `MemoryPressure` for the device.
+# Number of retried and failed allocations on each device when this process created its first
+# `MemoryPressure` for the device, that is, after it had loaded its first model. Only later ones
+# count as a shortage of memory.
 _events_before: dict[torch.device, int] = {}
 
 
@@ -195,22 +196,22 @@ def status_bytes(name: str) -> int:
 # For each kind of work: its name in messages about lack of memory, and a hint about options that
 # need less memory. The key None stands for loading the model.
 _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
-    Kind.ENCODE: ("encoding the image", "a smaller `height` and `width` need less memory"),
+    Kind.ENCODE: ("encoding the image", "use a smaller `height` and `width`"),
     Kind.DENOISE: (
         "running a denoising step",
-        "fewer `num_frames`, a smaller `height` and `width`, or `memory_opt` need less memory",
+        "use fewer `num_frames`, a smaller `height` and `width`, or `memory_opt`",
     ),
     Kind.DECODE: (
         "decoding the frames",
-        "a smaller `decode_chunk_size`, or `vae_tiling`, needs less memory",
+        "use a smaller `decode_chunk_size`, or `vae_tiling`",
     ),
     None: (
         "loading the model",
-        "fewer ranks on this device, or another `dtype` than fp32, need less memory",
+        "use fewer ranks on this device, or `dtype` bf16 or fp16 instead of fp32",
     ),
     "reference": (
         "computing a clip in one process",
-        "fewer `num_frames`, a smaller `height`, `width` or `decode_chunk_size` need less memory",
+        "use fewer `num_frames`, or a smaller `height`, `width` or `decode_chunk_size`",
     ),
 }
 
@@ -254,7 +255,7 @@ def out_of_memory_named(
         if isinstance(error, OutOfMemoryError):  # an OutOfMemoryError already names the work
             raise OutOfMemoryError(error.message, error.hint, details=details) from error
         kind = doing.kind if isinstance(doing, Action) else doing
-        other = (f"doing {doing}", "fewer ranks on this device need less memory")
+        other = (f"doing {doing}", "use fewer ranks on this device")
         work, hint = _MEMORY_OF.get(kind, other)
         message = f"out of memory while {work}: {first_line(error)}"
         raise OutOfMemoryError(message, hint, details=details) from error

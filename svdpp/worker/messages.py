@@ -98,8 +98,8 @@ class Heartbeat(Event):
     step: int = -1
     """Index of the current step of a DENOISE; -1 during other actions."""
     waiting: bool = False
-    """Whether the rank waits for a packet, an image or the disk. During the start of the ranks:
-    whether the rank waits for other ranks."""
+    """Whether the rank waits for a packet, a slow receiver, an image or the disk. During the start
+    of the ranks: whether the rank waits for other ranks."""
     writing: bool = False
     """Whether a writer thread has a clip or a latent checkpoint to write."""
     memory_bytes: int | None = None
@@ -161,7 +161,7 @@ class StepDone(Event):
 
 
 class ActionDone(Event):
-    """Report that a rank has finished one ENCODE, DENOISE or DECODE.
+    """Report that a rank has finished one ENCODE, DENOISE, DECODE or RECV_FRAMES.
 
     Start and end are in seconds on the monotonic clock of the rank's host.
     """
@@ -170,7 +170,7 @@ class ActionDone(Event):
     start: float
     end: float
     waited: float
-    """Seconds that the rank has waited since its previous ENCODE, DENOISE or DECODE."""
+    """Seconds that the rank has waited since its previous `ActionDone`."""
     waits: dict[WaitCause, float] = Field(default_factory=dict)
     """Seconds of `waited` for each cause."""
 

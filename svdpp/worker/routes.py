@@ -61,8 +61,9 @@ class Router:
                 if layout.num_steps == planned:
                     raise RequestError(
                         "with these parameters the model switches to its second expert at another "
-                        "step, and some ranks have not loaded the expert for their steps",
-                        "use the pipeline's `flow_shift`",
+                        "step than planned, and some ranks have not loaded the expert that their "
+                        "steps now need",
+                        "use the same `flow_shift` as the pipeline",
                         details={"clip": clip},
                     )
                 raise RequestError(

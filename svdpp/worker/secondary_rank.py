@@ -103,7 +103,7 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
 
 
 def report_start_failure(world: World, error: dict[str, Any], *, timeout: float) -> bool:
-    """Report to rank 0 the error because of which this launched rank cannot start.
+    """Report to rank 0 the error that prevents the start of this rank, which a launcher started.
 
     Args:
         world: World that the launcher gives this process.
@@ -122,7 +122,7 @@ def report_start_failure(world: World, error: dict[str, Any], *, timeout: float)
     return True
 
 
-# Open channel to rank 0, for the signal handler; the list has at most one element.
+# The channel to rank 0 while it is open, for the signal handler. The list has at most one element.
 _parents: list[_ParentChannel] = []
 
 
@@ -218,7 +218,8 @@ class _ParentChannel(ControlChannel):
             self._exit_without_rank_0(f"{self._rank_0} sent an invalid message ({error!r})")
 
     def _end(self, code: int, error: str | None) -> NoReturn:
-        if error is not None:  # rank 0 has printed the error for the user
+        # Rank 0 has printed the error for the user, so this rank only logs it.
+        if error is not None:
             self._say(f"{self._name} ends with the run: {error}", False)
             time.sleep(_EXIT_DELAY_SECONDS)
         process_lifetime.exit_process(code)

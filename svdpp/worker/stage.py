@@ -399,7 +399,7 @@ class PipelineStage:
         return sampling
 
     def _prepare(self, source: ModelInput, sampling: SamplingConfig) -> PreparedInput:
-        # This method is called in a thread of the `ImageReader`.
+        # A thread of the `ImageReader` calls this method while the main thread runs actions.
         return self._model_of(sampling).prepare(source)
 
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:
@@ -428,10 +428,10 @@ class PipelineStage:
 
     @contextmanager
     def _timed(self, action: Action) -> Iterator[None]:
-        """Report to the parent the seconds of the `with` block's action, and of waits before it.
+        """Report to the parent how long the `with` block took, and how long the rank waited before.
 
         Args:
-            action: ENCODE, DENOISE or DECODE that the block runs.
+            action: ENCODE, DENOISE, DECODE or RECV_FRAMES that the block runs.
         """
         start = time.monotonic()
         yield

@@ -93,7 +93,8 @@ class LatentCheckpoints:
             reason = output_files.error_reason(error.__cause__ or error)
             raise OutputError(
                 f"latent checkpoints cannot be written to {str(self._folder)!r}: {reason}",
-                "clips go on without latent checkpoints, but cannot be resumed",
+                "check the folder's permissions and free space; clips go on without latent "
+                "checkpoints, but cannot be resumed",
                 details={
                     "folder": str(self._folder),
                     "clip": packet.clip,

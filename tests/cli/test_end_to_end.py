@@ -171,7 +171,7 @@ def test_verify_catches_a_planted_fault_with_exit_code_3(monkeypatch: pytest.Mon
     bad = [check for check in report["checks"] if not check["equal"]]
     assert [(check["clip"], check["step"], check["rank"]) for check in bad] == [(1, 4, 1)]
     where = "first at frame 0, channel 2, row 0, column 0 (index [0, 2, 0, 0, 0])"
-    assert f"clip 1, the final latent, done by rank 1: {where}, max difference" in done.err
+    assert f"clip 1, the final latent, computed by rank 1: {where}, max difference" in done.err
 
 
 @pytest.mark.slow

@@ -80,7 +80,7 @@ OTHERS = [
         (f"run {PHOTO_} {_DEMO} --out there --format {kind}", 2, "1 output exists already, the ")
         for kind in ("mp4", "frames")
     ),
-    ("verify run.json", 7, "run.json' is a run's manifest, not a clip"),
+    ("verify run.json", 7, "run.json' is a run's manifest or table of clips, not"),
     *(
         (f"run {PHOTO_} {_DEMO} --out {out}", 8, repr(out))
         for out in ("file", "file/below", "/proc/svdpp", "/proc/1/svdpp")

@@ -81,7 +81,7 @@ def test_every_harm_to_a_clip_is_named(out: Path) -> None:
     details = {Path(proof["clip"]).name: proof["checks"][2]["detail"] for proof in proofs["clips"]}
     assert details["deleted.mp4"] == "there is no 'deleted.mp4'"
     assert "changed or replaced" in details["junk.mp4"]
-    assert "the metadata inside says latents_sha256" in details["edited.mp4"]
+    assert "the metadata in the file says latents_sha256" in details["edited.mp4"]
     assert "3 of 6 clips differ: 'deleted.mp4' is not as recorded: file (there is no" in answer.err
 
 

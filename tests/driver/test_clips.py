@@ -139,7 +139,7 @@ def test_latents_that_turn_nan_stop_that_clip_alone(victim: int, checksum: bool)
     (failure,) = pipeline.failures
     assert (failure.clip, failure.request) == (1, requests[1])
     assert isinstance(failure.error, NotFiniteError)
-    what = f"the latent is not finite after step {2 * victim}, done by rank {victim}"
+    what = f"the latent is not finite after step {2 * victim} (computed by rank {victim})"
     assert failure.error.message == what
     assert hashes(results) == plain_hashes(6, 0, 2, 3)
 

@@ -131,7 +131,7 @@ def test_verify_names_what_differs_first(
     assert first is not None
     assert (first.rank, first.max_ulp) == (rank, 1)
     assert words in str(first)
-    assert f"done by rank {rank}" in str(first)
+    assert f"computed by rank {rank}" in str(first)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_cancelled_and_lost_clips_leave_the_ranks_in_step(
     [
         ({"world_size": 3}, "needs an even number of ranks, got 3"),
         ({"cfg_parallel": 3}, "must be 1 or 2, got 3"),
-        ({"replicas": 2}, "1 pairs of ranks cannot form 2 replicas"),
+        ({"replicas": 2}, "`replicas` is 2, and the number of pairs of ranks is 1"),
         ({"allow_mixed_devices": True}, "cannot be used with `allow_mixed_devices`"),
         ({"decode_ranks": 3}, "1 to 2, the number of ranks of a replica, got 3"),
         ({"decode_ranks": 0}, "`decode_ranks` must be 1 to 2, .* got 0"),

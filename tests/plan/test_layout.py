@@ -193,7 +193,9 @@ def test_replicas_keep_to_a_host_where_they_can(
 
 
 DIVISORS = "use a divisor: `replicas` 1, 2, 4, 8"
-NOT_EQUAL = "8 ranks cannot form {} replicas of equal size"
+NOT_EQUAL = (
+    "replicas of equal size cannot be formed: `replicas` is {}, and the number of ranks is 8"
+)
 EVENLY = "{} cannot be split evenly over {}"
 EXPERTS = "13 high-noise and 27 low-noise steps"
 OTHER_SPLITS = "use `split` balanced or `split` alternating"
@@ -221,7 +223,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         ),
         (
             {"costs": CostModel(ranks_per_host=3)},
-            "8 ranks cannot form hosts of 3 ranks each",
+            "the number of ranks (8) is not a multiple of the number of ranks on each host (3)",
             "use `hosts` 3x3, or another `world_size`",
         ),
         (
@@ -247,7 +249,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
             {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
             "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, so another "
             "rank must hold the high-noise expert",
-            "use `layout` data-parallel or `share_experts` for ranks that hold both",
+            "use `layout` data-parallel or `share_experts`: a rank can then hold both experts",
         ),
     ],
     ids=str,
@@ -412,13 +414,13 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
     assert layout.data_parallel_size == 1
     assert "; 0 of 4 ranks hold both experts; " in reason
-    words = "no layout of 4 ranks fits in 36 to 47 GiB for each rank: the smallest layout needs 47"
+    words = r"fits in the memory of the ranks \(36 to 47 GiB each\): the smallest layout needs 47"
     with pytest.raises(RequestError, match=words):
         choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
 
 
 STEPS_ONLY = CostModel()
-BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
+BOTH = "{} s for a clip and {} s for {}, instead of {} s and {} s with {}"
 
 
 @pytest.mark.parametrize(
@@ -427,14 +429,14 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         (  # fewer clips than ranks
             {"num_clips": 3, "minimize_latency": True},
             "data parallel of pairs",
-            BOTH.format("18.41", "3 clips", "18.41", "data parallel", "32.15", "32.15"),
+            BOTH.format("18.41", "18.41", "3 clips", "32.15", "32.15", "data parallel"),
         ),
         *(  # for a long queue the rate decides; that of pairs is only 0.87 of the best
             (
                 {"minimize_latency": minimize_latency},
                 "data parallel",
                 BOTH.format(
-                    "32.15", "80 clips", "321.5", "data parallel of pairs", "18.41", "368.2"
+                    "32.15", "321.5", "80 clips", "18.41", "368.2", "data parallel of pairs"
                 ),
             )
             for minimize_latency in (False, True)
@@ -442,9 +444,9 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
         (
             {"minimize_latency": True, "costs": STEPS_ONLY},
             "data parallel of pairs",
-            BOTH.format("12.5", "80 clips", "250", "data parallel", "25", "250"),
+            BOTH.format("12.5", "250", "80 clips", "25", "250", "data parallel"),
         ),
-        ({"costs": STEPS_ONLY}, "data parallel", "80 clips 250 s, with"),
+        ({"costs": STEPS_ONLY}, "data parallel", "250 s for 80 clips, instead of"),
         ({"world_size": 7}, "data parallel", "the next best"),
         (  # 28 steps divide evenly into four stages of pairs, not into eight
             {"fixed": {"data_parallel_size": 1}, "num_steps": 28},
@@ -457,7 +459,7 @@ BOTH = "a clip takes {} s and {} {} s, with {} {} s and {} s"
                 "fixed": {"data_parallel_size": 2, "split": "balanced"},
             },
             "2 replicas of 2 pairs, balanced",
-            "a clip takes 12 s and 80 clips 246 s, with 2 replicas of 4 ranks, balanced 24 s",
+            "12 s for a clip and 246 s for 80 clips, instead of 24 s and ",
         ),
     ],
 )
@@ -482,8 +484,8 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     assert str(layout) == "data parallel"
     # Only replicas of 8 ranks span hosts: balanced and alternating, with one and two decoders.
     assert reason.endswith(
-        "4 of 9 layouts have transfers between hosts, and the costs lack "
-        "inter_host_transfer_seconds"
+        "not compared: 4 of 9 layouts, because they have transfers between hosts, and the costs "
+        "lack inter_host_transfer_seconds"
     )
     assert "hosts" not in choose(costs=replace(hosts, inter_host_transfer_seconds=0.1))[1]
     fitting = replace(hosts, **memory((1.5, 3.0, 0.5), (1.0, 6.0, 8.0)))

@@ -164,7 +164,10 @@ DEADLOCKS = {
         "RECV c0 @4 <1 | DECODE c0 @4",
     ),
     "rank 0 at SEND c1 @0 >1": ("SEND c0 @0 >1 | SEND c1 @0 >1", ""),
-    "rank 0 to 1: .*c0 @2": ("ENCODE c0 @0 | DENOISE c0 0:2 | SEND c0 @2 >1", "RECV c1 @2 <0"),
+    "rank 0 and rank 1 do not match: .*c0 @2": (
+        "ENCODE c0 @0 | DENOISE c0 0:2 | SEND c0 @2 >1",
+        "RECV c1 @2 <0",
+    ),
 }
 
 

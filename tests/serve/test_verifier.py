@@ -120,7 +120,7 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
         os.kill(child, signal.SIGKILL)
         proving.wait_for("different", "failed", "failed")
         different, failed, killed = map(str, proving.reasons())
-        assert different.startswith("latent, file (the metadata inside says")
+        assert different.startswith("latent, file (the metadata in the file says")
         assert failed.startswith(f"the image of '{proving.ids[1]}.mp4' is not at '{photo.name}'")
         assert "ended with code -9" in killed
         assert proving.verifier.request(proving.ids[2])

@@ -130,7 +130,7 @@ def test_clips_of_a_backend_that_does_not_repeat_are_not_called_exact(
 def test_the_verdict_says_that_the_backend_does_not_repeat() -> None:
     one, other = torch.zeros(1, 1, 4, 2, 2), torch.full((1, 1, 4, 2, 2), 1e-6)
     location, conditions = CheckLocation(0, 1, 0), {"attention_backend": "sage"}
-    remark = ". The attention backend sage does not repeat its bits here"
+    remark = ". The attention backend sage gives different bits for equal inputs here"
     for ours, tolerance, verdict, end in (
         (one, Tolerance(), "bitwise equal", ": only a tolerance (atol) allows for that"),
         (other, Tolerance(), "not equal", ": only a tolerance (atol) allows for that"),

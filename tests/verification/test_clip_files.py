@@ -224,7 +224,9 @@ def test_another_clip_in_the_place(format: VideoFormat, tmp_path: Path) -> None:
     check = _check(path)
     assert (check.equal, check.found) == (False, json.loads(other.read_text())["file_sha256"])
     assert "sha256 is not the recorded one: the file was changed or replaced" in check.detail
-    assert f"the metadata inside says output {b.name!r}, the JSON {a.name!r}" in check.detail
+    assert (
+        f"the metadata in the file says output {b.name!r}, the JSON says {a.name!r}" in check.detail
+    )
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -37,7 +37,7 @@ COMPUTED = "GPU memory was short in the reference"
     ("metadata", "recomputed", "reason"),
     [
         ({}, {}, ""),
-        ({"exact": "unproven"}, {}, "the clip's metadata say: exact is unproven"),
+        ({"exact": "unproven"}, {}, 'the metadata of the clip say "exact": "unproven"'),
         ({"exact": "unproven", "cfg_parallel": 2}, {}, "a pair of ranks divided batches"),
         (PRESSED, {}, MADE),
         (PRESSED, PRESSED, MADE),

@@ -166,7 +166,7 @@ def test_the_three_verdicts_in_words_and_json() -> None:
         **{"max_abs_diff": 1.0, "max_ulp": 8388608},
     }
     assert "largest difference 1 (8388608 ULP" in str(near)
-    assert "clip 2, the latent after step 7, done by rank 1" in str(near)
+    assert "clip 2, the latent after step 7, computed by rank 1" in str(near)
     assert far.first_difference is far.checks[1]
     nan = VerificationResult((_compare(latent * torch.nan, latent, atol=1e30),))
     assert json.loads(json.dumps(nan.to_json(), allow_nan=False))["max_abs_diff"] is None
