@@ -5,8 +5,8 @@
 
 The denoisers are wide enough that a step takes about a second on one CPU core. The benchmark
 divides the CPU time of a range of steps into three parts: before the first step (reading the
-packet, hooks, skipped blocks, and phantom steps, which replace earlier steps and do not call the
-denoiser), the steps, and after the last step (making the next packet).
+packet, hooks, skipped blocks, and phantom steps, which stand in for earlier steps without a forward
+pass of the denoiser), the steps, and after the last step (making the next packet).
 """
 
 from __future__ import annotations

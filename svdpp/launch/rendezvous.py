@@ -82,8 +82,8 @@ class Endpoint(NamedTuple):
     host: str
     """Name of rank 0's host."""
     probes: list[str]
-    """Paths of files on rank 0's host. Another host on which they exist too shares the folders of
-    these files."""
+    """Paths of files on rank 0's host. If they also exist on another host, that host shares
+    the folders of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)

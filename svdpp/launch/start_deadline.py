@@ -179,7 +179,7 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return this user's limit of open files or of processes, whichever `error` is about.
+    """Return this user's limit of open files or of processes, whichever has caused `error`.
 
     Returns:
         Limit for the `details` of an error, such as `{"limit": 1024}`; empty if there is no limit.

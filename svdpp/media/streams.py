@@ -175,7 +175,7 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
-    """Yield a clause for each difference in duration or times between two streams (`what`)."""
+    """Yield clauses on how streams differ in duration or times; `what` names them in clauses."""
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"
