@@ -102,12 +102,14 @@ def _print_files_of_a_clip() -> None:
             timeout=600,
         )
         files = set(traced.read_text(encoding="utf-8").splitlines())
-    print(f"files on a clip's way: {len(files)}, {sum(_lines(Path(f)) for f in files):,} lines")
+    print(f"files that run for a clip: {len(files)}, {sum(_lines(Path(f)) for f in files):,} lines")
 
 
 if __name__ == "__main__":
     parser = parser_of(__doc__)
-    parser.add_argument("--no-clip", action="store_true", help="make no clip: print counts alone")
+    parser.add_argument(
+        "--no-clip", action="store_true", help="make no clip, and print only the counts"
+    )
     asked = parser.parse_args()
     _print_counts()
     _print_functions()

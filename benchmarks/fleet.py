@@ -195,7 +195,7 @@ def _measure(queue: JobQueue, parts: list[Simulation], hold: float, seconds: flo
     print(f"{clips / seconds:.0f} clips a second")
     print(f"{statements / clips:.1f} statements a clip, {statements / seconds:.0f} a second")
     wal, table = ((now - then) / clips for now, then in zip(after, before, strict=True))
-    print(f"a clip: {wal:.0f} bytes of WAL, {table:.0f} of tables and indexes")
+    print(f"bytes for each clip: {wal:.0f} of WAL, {table:.0f} of tables and indexes")
     for name, each in found.items():
         cuts = statistics.quantiles(each, n=100)
         shown = ", ".join(f"p{part} {1000 * cuts[part - 1]:.1f} ms" for part in (50, 90, 99))

@@ -154,7 +154,7 @@ def one_by_one() -> None:
             while unfinished:
                 unfinished.popleft().result()
         ratio = together / trace.summary().makespan
-        say(f"{world_size} ranks, rate of clips one by one over that of all together", ratio)
+        say(f"{world_size} ranks, rate of clips, submitted one by one / all at once", ratio)
 
 
 def demo() -> None:
@@ -169,8 +169,14 @@ def demo() -> None:
     data_parallel = ParallelConfig(data_parallel_size=2)
     for name, parallel in {**_SPLITS, "data parallel": data_parallel}.items():
         found = run(replace(config, parallel=parallel, costs=known), 6)
-        say(f"{name}: over forecast at its own costs", found.over_forecast(found.costs))
-        say(f"{name}: over forecast at the costs before", found.over_forecast(known))
+        say(
+            f"{name}: makespan, measured / forecast by its own costs",
+            found.over_forecast(found.costs),
+        )
+        say(
+            f"{name}: makespan, measured / forecast by the last run's costs",
+            found.over_forecast(known),
+        )
         known = found.costs
 
 
@@ -181,13 +187,16 @@ def pairs() -> None:
         run(config(4), 12),
         run(config(4, parallel=ParallelConfig(cfg_parallel_size=2)), 12),
     )
-    say("rate, pairs over ranks", ranks.times.seconds_per_clip / paired.times.seconds_per_clip)
-    say("latency, pairs over ranks", paired.times.latency / ranks.times.latency)
+    say(
+        "rate of clips, CFG pairs / single ranks",
+        ranks.times.seconds_per_clip / paired.times.seconds_per_clip,
+    )
+    say("latency, CFG pairs / single ranks", paired.times.latency / ranks.times.latency)
     alone, pair = run(config(1), 1), run(config(2, parallel=ParallelConfig(cfg_parallel_size=2)), 1)
-    say("one clip's steps, pair over rank", pair.steps / alone.steps)
+    say("time of one clip's steps, CFG pair / single rank", pair.steps / alone.steps)
     # The forecast for pairs uses the times that single ranks took for steps and transfers.
-    say("makespan, measured over forecast", paired.over_forecast(ranks.costs))
-    say("one clip, measured over forecast", pair.over_forecast(ranks.costs))
+    say("makespan, measured / forecast", paired.over_forecast(ranks.costs))
+    say("time of one clip, measured / forecast", pair.over_forecast(ranks.costs))
 
 
 def decode() -> None:
@@ -218,7 +227,7 @@ def decode() -> None:
     for size, parallel in ((4, ParallelConfig(decode_parallel_size=4)), (2, pair)):
         queue = run(config(size, parallel=parallel), 8)
         off = queue.over_forecast(queue.layout.costs)
-        say(f"makespan of {size} ranks, {queue.layout}, measured over forecast", off)
+        say(f"makespan of {size} ranks, {queue.layout}, measured / forecast", off)
 
 
 def compute(model: ModelConfig, sampling: SamplingConfig) -> None:
@@ -258,12 +267,12 @@ def _compared(rank: Run, ranks: Run, pair: Run) -> dict[str, float]:
         ranks.costs, encode_seconds=lone.encode_seconds, decode_seconds=lone.decode_seconds
     )
     return {
-        "steps, one of two ranks over a rank alone": ranks.steps / rank.steps,
-        "steps, pair over a rank alone": pair.steps / rank.steps,
-        "steps, pair over one of two ranks": pair.steps / ranks.steps,
-        "whole clip, pair over a rank alone": whole / rank.times.makespan,
-        "whole clip, pair over one of two ranks": whole / ranks.times.makespan,
-        "one clip, measured over forecast": pair.over_forecast(costs),
+        "time of steps, one of two ranks / a rank alone": ranks.steps / rank.steps,
+        "time of steps, CFG pair / a rank alone": pair.steps / rank.steps,
+        "time of steps, CFG pair / one of two ranks": pair.steps / ranks.steps,
+        "time of the whole clip, CFG pair / a rank alone": whole / rank.times.makespan,
+        "time of the whole clip, CFG pair / one of two ranks": whole / ranks.times.makespan,
+        "time of one clip, measured / forecast": pair.over_forecast(costs),
     }
 
 

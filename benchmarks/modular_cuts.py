@@ -1,12 +1,12 @@
-"""Measure what the cut of a modular pipeline costs a rank, beside its own steps.
+"""Measure a rank's overhead if a modular pipeline is cut into ranges of steps, one for each rank.
 
     python -m benchmarks.modular_cuts          all of the families below
     python -m benchmarks.modular_cuts helios   one of them
 
-The denoisers are wide enough that a step takes a second or so of one CPU core. Of each range of
-steps, the processor time of one thread is divided into three parts: before the first call of the
-denoiser (packet, hooks, skipped blocks, phantom steps), the steps, and after the last step (next
-packet).
+The denoisers are wide enough that a step takes about a second on one CPU core. The benchmark
+divides the CPU time of a range of steps into three parts: before the first step (reading the
+packet, hooks, skipped blocks, and phantom steps, which stand in for earlier steps without a forward
+pass of the denoiser), the steps, and after the last step (making the next packet).
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _COSMOS = {
     **{"head_dim": 96, "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12},
     **{"num_attention_heads": 8, "num_key_value_heads": 8, "rope_axes_dim": [16, 16, 16]},
 }
-#: Config of the denoiser, and sampling parameters. Helios makes two chunks of half the steps.
+#: Config of the denoiser and sampling parameters, by family. Helios makes the clip in two chunks,
+#: each with half of the steps.
 _SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "wan_modular": (
         _WIDE,
@@ -52,7 +53,7 @@ class Seconds(NamedTuple):
     """CPU seconds of one call that runs a range of steps."""
 
     before: float
-    """Seconds before the first call of the denoiser in a step of the range."""
+    """Seconds before the first call of the denoiser for a step of the range, not a phantom step."""
     whole: float
     """Seconds of the whole call, with `before` and `after`."""
     after: float

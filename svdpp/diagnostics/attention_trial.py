@@ -93,7 +93,7 @@ def _run_processes(setup: _TrialSetup) -> list[Mapping[str, Any]]:
         _trial_main,
         setup,
         world_size=_NUM_PROCESSES,
-        # the two processes do not send each other anything, so the backend does not matter
+        # any backend of torch.distributed will do, because the processes exchange no data
         backend="gloo",
         device=config.device,
         start_timeout=config.start_timeout_seconds,

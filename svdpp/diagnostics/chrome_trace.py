@@ -49,7 +49,7 @@ class TraceFile:
         self._error: OSError | None = None
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Write the spans that a rank's event completes to the trace file.
+        """Write to the trace file the spans that end with a rank's event.
 
         Errors of writing are raised later, by `close`.
         """

@@ -296,7 +296,7 @@ def _check_model(config: PipelineConfig, _: Path) -> str:
         raise _Skipped("the dummy model has no files")
     files = map(checkpoint.weight_files, checkpoint.weighted_components)
     num_weights = sum(len(dtypes) for each in files for dtypes in each.values())
-    return f"{checkpoint.name}: {num_weights} weights complete, safetensors, no code, no pickle"
+    return f"{checkpoint.name}: {num_weights} weights, all in safetensors files, no code or pickles"
 
 
 def _check_memory(config: PipelineConfig, _: Path) -> str:
@@ -312,7 +312,8 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
         if size > free:
             raise OutOfMemoryError(
                 text,
-                "`decode_chunk_size` 2, `memory_opt`, fewer ranks, or a 16-bit `dtype` save memory",
+                "to save memory, use `decode_chunk_size` 2, `memory_opt`, fewer ranks, or a 16-bit "
+                "`dtype`",
                 details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text
@@ -335,7 +336,7 @@ def _check_transfers(config: PipelineConfig, _: Path) -> str:
     slowest = max(arrived, key=lambda packet: packet.end - packet.start)
     megabytes, seconds = slowest.num_bytes / 1e6, slowest.end - slowest.start
     ends = f"{slowest.peer} -> {slowest.rank}"
-    return f"checksums agree, at worst {ends}: {megabytes:.3f} MB in {1000 * seconds:.2f} ms"
+    return f"checksums agree; slowest: rank {ends}, {megabytes:.3f} MB in {1000 * seconds:.2f} ms"
 
 
 def _check_demo_clip(config: PipelineConfig, _: Path) -> str:
@@ -379,7 +380,7 @@ def _check_of_backend(found: BackendTrial) -> Check:
         )
     dtypes = " and ".join(found.dtypes)
     if not found.other_bits_in:
-        detail = f"repeats its bits, also in another process ({dtypes})"
+        detail = f"gives equal bits for equal inputs, also in another process ({dtypes})"
         return Check(name=name, verdict="ok", detail=detail)
     detail = f"gives other bits for equal inputs in {' and '.join(found.other_bits_in)}"
     if not found.is_chosen:
@@ -442,7 +443,7 @@ def profile(
     # Until the first clip reaches the last rank, some ranks are idle, and the others run faster
     # than usual. So, besides the `repeats` clips, one clip for each rank is made.
     num_clips = config.world_size + repeats
-    log(f"{num_clips} clips through {config.world_size} ranks for the times")
+    log(f"measuring the times: {num_clips} clips, number of ranks {config.world_size}")
     requests = example_requests(config, num_clips, prompt=prompt)
     with open_observer("profile", pipeline.schedule(requests)) as progress:
         for observer in (progress, trace):
@@ -450,7 +451,7 @@ def profile(
         with pipeline:
             pipeline.run(requests)
     costs = median_costs(config, pipeline.world, [trace], source="measured by svdpp profile")
-    log("estimate of the memory of each part")
+    log("estimating the memory of each part")
     memory: dict[str, Any] = estimate_parts(config, checkpoint).as_costs()
     return replace(costs, **memory)
 
@@ -459,7 +460,8 @@ def measured_config(config: PipelineConfig) -> PipelineConfig:
     """Return the configuration that `svdpp profile` measures: it has few steps.
 
     Each rank gets two steps, or more if the family needs more. If there is only one rank and the
-    model takes prompts, the rank gets four, so that each of two experts has a step.
+    model takes prompts, the rank gets four: such a model may have two denoisers (experts), for the
+    first and the last steps, and both must be measured.
 
     Args:
         config: Configuration to measure. Only its number of steps is changed.

@@ -19,7 +19,7 @@ from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
-_NOTHING: Mapping[str, Any] = {"headline": "the run has left no figures", "findings": []}
+_NOTHING: Mapping[str, Any] = {"headline": "the run has recorded no metrics", "findings": []}
 # Minimum fraction of the run's time that a cause must cost; smaller causes are not reported.
 _WORTH_NAMING = 0.05
 # A rank counts as slow if its step takes this many times as long as the other ranks' median step.
@@ -111,7 +111,7 @@ def _find_limits(metrics: RunMetrics) -> list[Finding]:
     causes = [*_imbalance(metrics), *_waits(metrics)]
     worth = [each for each in causes if each.lost_seconds >= least]
     shares = [rank.compute / rank.wall if rank.wall else 0.0 for rank in metrics.ranks]
-    text = f"no rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
+    text = f"no single rank: each computes {min(shares):.0%} to {max(shares):.0%} of the time"
     return sorted(worth, key=lambda cause: -cause.lost_seconds) or [Finding("balanced", text)]
 
 
@@ -185,8 +185,8 @@ def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> R
     Args:
         metrics: Metrics of the finished run.
         costs: Path of a file with the measured costs.
-        option: Format string for the options that the advice names, from name and value: `--{} {}`
-            for a command. For a benchmark, it has the format of the benchmark's overrides.
+        option: Format string for the options in the advice, which gets the name and the value of an
+            option: `--{} {}` for `svdpp run`, `--pipeline.{}={}` for `svdpp bench`.
     """
     advice = _advise_layout(metrics, costs, option)
     return RunAnalysis(metrics=metrics, findings=tuple(_find_limits(metrics)), advice=advice)

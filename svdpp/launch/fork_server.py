@@ -1,10 +1,10 @@
 """Fork server for CPU ranks, which imports torch and the model's classes once for all ranks.
 
 This module does not import torch, so that a command can start the server before it imports torch
-itself. The server is the fork server of multiprocessing. By default, the server would not notice
-during its imports that its starter (the process that started the server) has ended, and the server
-would wait forever for a stopped rank. So the server first imports this module, which asks the
-kernel for a signal when the starter ends.
+itself. The server is the fork server of multiprocessing. By default, that server does not notice
+during its imports that its starter (the process that started the server) has ended. It also runs as
+long as any rank runs, so a stopped rank (SIGSTOP) would keep it alive forever. So the server first
+imports this module, which asks the kernel for a signal when the starter ends.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ def _end_server_at_exit() -> None:
 
 
 def modules_for(family: str | None) -> list[str]:
-    """Return the modules that the fork server imports for a model: `preload` of `start_ranks`.
+    """Return the names of the modules that the fork server imports for a model.
+
+    The result is the argument `preload` of `start_fork_server` and `start_ranks`.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -86,7 +88,10 @@ def modules_for(family: str | None) -> list[str]:
 
 
 def start_fork_server_early(*, family: str | None, device: str) -> None:
-    """Start the fork server if ranks on `device` need it. Call this before torch is imported.
+    """Start the fork server if ranks on `device` need it.
+
+    Call this before torch is imported: then the server imports torch at the same time as this
+    process, and the ranks start earlier.
 
     Args:
         family: Family of the ranks' model; None for the dummy model.
@@ -128,8 +133,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     def end() -> None:
         """Wait for the end of the process that started this fork server; end ranks and server.
 
-        This function runs at the server's normal exit, which follows when the process that started
-        the server closes its end of the pipe.
+        This function runs at the server's normal exit, which begins when that process and all ranks
+        have closed their ends of multiprocessing's pipe to the server.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         # The parent is checked repeatedly, because an ending process closes its pipes a moment

@@ -79,7 +79,7 @@ def free_bytes(device: str) -> int:
     index, gpus = int(device.partition(":")[2] or 0), visible_gpus()
     if index >= len(gpus):
         raise RequestError(
-            f"device {device} was requested, {len(gpus)} GPUs found",
+            f"device {device} was requested, but the number of GPUs found is {len(gpus)}",
             details={"device": device, "found": len(gpus)},
         )
     return gpus[index].free_bytes
@@ -138,7 +138,7 @@ def visible_order(
             )
         if entry.isdecimal() and not by_bus and len(set(names)) > 1:
             raise RequestError(
-                f"the GPUs differ ({', '.join(sorted(set(names)))}): CUDA's order is unknown",
+                f"the GPUs differ ({', '.join(sorted(set(names)))}), so CUDA's order is unknown",
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID",
                 details={"names": sorted(set(names))},
             )

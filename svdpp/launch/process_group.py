@@ -52,8 +52,9 @@ def choose_backend(
         )
     if backend == "nccl" and not own_device and (device == "cpu" or world_size > 1):
         raise RequestError(
-            f"PIPELINE_BACKEND=nccl cannot join {world_size} ranks that share {device}",
-            "unset PIPELINE_BACKEND: ranks that share a device use gloo",
+            f"PIPELINE_BACKEND=nccl needs one GPU for each rank, but `world_size` is {world_size} "
+            f"and `device` is {device}",
+            "unset PIPELINE_BACKEND, so that ranks that share a device use gloo",
             details={"backend": backend, "world_size": world_size, "device": device},
         )
     return backend
@@ -217,15 +218,15 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
     count = torch.cuda.device_count()
     needed = local_size if device == "cuda" else int(device.partition(":")[2]) + 1
     if device == "cuda" and launched and count == 1:
-        # This process sees one GPU, and each other rank may see a different one. A later check
-        # compares the GPUs' UUIDs, and so finds two ranks on the same GPU.
+        # The launcher may have made a different GPU visible to each rank. A later check compares
+        # the UUIDs of the GPUs, and so finds two ranks on the same GPU.
         return
     if count < needed:
         plural = "s" if needed > 1 else ""
         wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
         raise RequestError(
             f"{wanted} requested, {count} found",
-            "use `device` cpu `model` demo to try svdpp without a GPU"
+            "use `device` cpu and `model` demo to try svdpp without a GPU"
             if count == 0
             else f"use `world_size` {count} or fewer, or `device` cuda:0 to share one GPU",
             details={"device": device, "asked": needed, "found": count},

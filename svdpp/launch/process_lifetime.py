@@ -158,8 +158,8 @@ def start_helper(
 def signals_blocked() -> Iterator[None]:
     """Block INT, TERM and HUP in this thread, and in processes that the `with` block starts.
 
-    In the started processes, the signals stay blocked until `exit_on_signals`, because Ctrl-C
-    during an import would print a traceback.
+    In the started processes, the signals stay blocked until these processes call `exit_on_signals`,
+    because Ctrl-C during an import would print a traceback.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     try:

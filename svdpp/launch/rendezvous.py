@@ -54,7 +54,7 @@ _MAX_HANDSHAKES = 256
 
 
 class RankHello(NamedTuple):
-    """First message of a rank to rank 0, when ranks that a launcher started meet."""
+    """First message of a rank to rank 0, if a launcher (torchrun or srun) started the ranks."""
 
     rank: int
     local_rank: int
@@ -77,11 +77,13 @@ class Endpoint(NamedTuple):
     secret: str
     """Secret in hex, which both ends of a connection must know."""
     token: str
-    """Identifier of this start of the ranks. Unlike the secret, it may appear in messages."""
+    """Identifier of this start of the ranks. It changes if the launcher restarts the ranks. Unlike
+    the secret, it may appear in messages."""
     host: str
     """Name of rank 0's host."""
     probes: list[str]
-    """Paths of files on rank 0's host. A host on which they exist shares their folders."""
+    """Paths of files on rank 0's host. If they also exist on another host, that host shares
+    the folders of these files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ class RankListener:
                 run = threading.Thread(target=self._greet, args=[accepted], daemon=True)
                 run.start()
             else:
-                accepted.close()  # too many handshakes: the rank will connect again
+                accepted.close()  # too many handshakes are open; the rank will connect again
         with contextlib.suppress(queue.Empty):
             return self._greeted.get_nowait()
         return None
@@ -214,7 +216,7 @@ def connect(
         except TypeError as error:
             raise RankError(
                 f"rank {hello.rank} ({hello.host}) and rank 0 have different versions of svdpp",
-                "use the same versions on every host",
+                "install the same version of svdpp on every host",
                 details={"rank": hello.rank, "host": hello.host},
             ) from error
         if endpoint is not None:
@@ -413,8 +415,8 @@ def _accept_all(
                 hellos[accepted[0].rank] = accepted[0]
     finally:
         listener.close()
-    # Settings are checked after all ranks have connected. Otherwise rank 0 could end before a late
-    # rank has connected, and the late rank would wait until its deadline.
+    # Settings are checked after all ranks have connected. Otherwise an error could end rank 0
+    # before a late rank has connected, and the late rank would wait until its deadline.
     for _, hello in sorted(hellos.items()):
         _check_settings(hello, config)
 
@@ -457,7 +459,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
-                "use the same command and versions on every host, and set `num_threads`",
+                "use the same command (with `num_threads` set) and the same versions on every host",
                 details={
                     **{"rank": hello.rank, "host": hello.host, "setting": name},
                     **{"value": value, "rank_0_value": ours, "rank_0": 0},

@@ -35,8 +35,8 @@ _REFUSALS = (
 )
 #: Hint of errors about processes and threads that the system refuses to start.
 LIMIT_HINT = (
-    "raise the limit: ulimit -u (processes) and -n (files), pids.max of the container, or use "
-    "fewer ranks"
+    "raise the limit (ulimit -u for processes, ulimit -n for files, or pids.max of the "
+    "container), or use fewer ranks"
 )
 
 
@@ -100,7 +100,7 @@ class StartDeadline:
         )
 
     def _watch(self) -> None:
-        # The time is counted in polls, because a process that is itself stopped does not poll.
+        # The time is counted in polls, because this process does not poll while it is stopped.
         left = self._seconds
         while left > 0:
             if self._has_ended.wait(_POLL_SECONDS):
@@ -114,8 +114,8 @@ class StartDeadline:
 def end_fork_server(*, only_if_stopped: bool = False) -> None:
     """Kill this process's fork server, even if it is stopped.
 
-    multiprocessing starts another fork server when needed. Ranks of the killed server go on, but
-    their exit codes are lost.
+    The kernel then kills the ranks that this server has forked, and their exit codes are lost.
+    multiprocessing starts another fork server when one is needed.
 
     Args:
         only_if_stopped: Whether the server is killed only if it is stopped (SIGSTOP).
@@ -179,11 +179,10 @@ def names_limit(output: str) -> bool:
 
 
 def _soft_limit(error: BaseException) -> dict[str, int]:
-    """Return the system's limit (of files or processes) that caused an error: `{"limit": 1024}`.
+    """Return this user's limit of open files or of processes, whichever has caused `error`.
 
     Returns:
-        Limit of open files or of processes, for the `details` of an error; empty if there is no
-        limit.
+        Limit for the `details` of an error, such as `{"limit": 1024}`; empty if there is no limit.
     """
     is_of_files = getattr(error, "errno", None) in _TOO_MANY_FILES
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE if is_of_files else resource.RLIMIT_NPROC)

@@ -27,8 +27,8 @@ from svdpp.launch.fork_server import start_fork_server, start_method
 from svdpp.launch.start_deadline import StartDeadline, end_fork_server, fork_server_end
 from svdpp.launch.world import World
 
-#: Hint for a user's program without the guard that multiprocessing needs.
-MAIN_GUARD_HINT = 'put what it does under `if __name__ == "__main__":`, and run it from a file'
+#: Hint for a user's program without the `__main__` guard that multiprocessing needs.
+MAIN_GUARD_HINT = 'save it to a file, and put its main code under `if __name__ == "__main__":`'
 #: First bytes of the messages to launched ranks that begin and end a run. JSON with the reason
 #: follows END. All other messages are commands: JSON objects, which begin with a brace.
 BEGIN, END = b"!", b"."
@@ -269,13 +269,14 @@ class WorkerGroup:
         return "".join(parts)[-_TAIL_CHARS:]
 
     def end(self, timeout: float) -> bool:
-        """Wait for the end of all ranks after a command to stop; return whether none has failed.
+        """Wait until all ranks have ended after a stop command; return whether none has failed.
 
         Args:
             timeout: Seconds to wait for all ranks together.
 
         Returns:
-            Whether all ranks have ended, and none with an exit code other than 0.
+            True if all ranks have ended in time, and none with an exit code other than 0. The exit
+            codes of ranks that a launcher started are unknown, and count as 0.
         """
         deadline = time.monotonic() + timeout
         while len(codes := self.exited()) < self.world_size and time.monotonic() < deadline:
@@ -427,7 +428,7 @@ def start_ranks(
         _start_processes(workers, start, method, preload, start_timeout)
     except BaseException:  # usually a signal that arrives during the start
         group.kill()
-        # the fork server must go on if it has ranks of other groups, whose exit codes only it knows
+        # the fork server must stay alive if other groups have ranks, which would end with it
         if not _groups:
             end_fork_server()
         raise
@@ -508,7 +509,9 @@ def _run_worker(rank: int, start: _StartArguments, connection: Connection) -> No
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # skips Python's clean-up, because other ranks would wait for it
+        # Python's clean-up is skipped, because it takes time in which other ranks would wait for
+        # the end of this rank.
+        os._exit(code)
 
 
 def _bind_to_parent(start: _StartArguments) -> None:

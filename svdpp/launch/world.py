@@ -53,7 +53,7 @@ class World:
 
     @property
     def ranks_per_host(self) -> int | None:
-        """Number of ranks on each host of the world; None for one host, and if hosts differ."""
+        """Number of ranks on each host; None if there is one host, or if the numbers differ."""
         is_even = self.is_even and self.local_size * self.num_hosts == self.size
         return self.local_size if is_even and self.num_hosts > 1 else None
 

@@ -156,8 +156,8 @@ def _not_an_image(data: bytes, path: Path) -> InputError:
     message = f"{name} is not an image in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
     if demuxer_of(data):
         hint = (
-            "give a `family` that takes a video, such as wan_v2v: svdpp models lists them; a last "
-            "image and references are images in every family"
+            "give a `family` that takes a video, such as wan_v2v (svdpp models lists the "
+            "families); last images and reference images cannot be videos in any family"
         )
         return InputError(f"{name} is a video, but an image is needed", hint)
     return InputError(message, "convert it to PNG or JPEG first")
@@ -219,7 +219,7 @@ def to_rgb(image: Image.Image) -> tuple[Image.Image, Conversion]:
     """
     if image.mode in ("F", "I"):
         raise InputError(
-            "has grey of 32 bits, whose white is not defined: save it with 16 bits",
+            "has 32-bit grey, whose white is not defined: save it with 16 bits",
             details={"bits": 32, "max_bits": 16},
         )
     if image.mode.startswith("I;16"):  # `convert` would clip 16-bit values instead of scaling them

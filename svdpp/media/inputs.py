@@ -34,8 +34,8 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".g
 #: Suffixes of video files. In a folder or for a glob pattern, other files are skipped.
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
-#: Decoded input of a clip: image; frames of a video; or, for several files, images and frames by
-#: name.
+#: Decoded input of a clip: an image; the frames of a video; or, for several files, a dict of images
+#: and frames by the name of the input, such as `last_image`.
 DecodedMedia = Image.Image | list[Image.Image] | dict[str, Image.Image | list[Image.Image]]
 
 
@@ -114,10 +114,10 @@ def round_robin(inputs: Sequence[ClipInput], seeds: Sequence[int], count: int) -
 # A remark is printed if the aspect ratios of image and frame differ by more than this factor.
 _STRETCHED = 1.25
 # Words of the remark on each conversion: what svdpp does with the image, and how the image would
-# look if `load_image` read it.
+# look if diffusers' `load_image` read it instead.
 _CONVERSIONS: dict[Conversion, tuple[str, str]] = {
-    "over white": ("laid over white", "its transparent parts show the colours under them"),
-    "scaled": ("scaled from 16 bits to 8", "its greys above 255 are white"),
+    "over white": ("laid over white", "its transparent parts would show the colours under them"),
+    "scaled": ("scaled from 16 bits to 8", "its greys above 255 would be white"),
 }
 
 
@@ -145,7 +145,7 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
     for conversion, (done, instead) in _CONVERSIONS.items():
         if converted := [file for file in files if file.conversion == conversion]:
             remarks.append(
-                f"{_name_first(converted)} {done}; read by diffusers' load_image, {instead}"
+                f"{_name_first(converted)} {done}; if diffusers' load_image read it, {instead}"
             )
     return remarks
 
@@ -272,9 +272,9 @@ def _expand(text: str, *, videos: bool) -> Iterator[Path]:
         InputError: The input names no file.
     """
     if not text:
-        raise InputError("'' is an empty name")
+        raise InputError("the name of an input is empty")
     if "\0" in text:
-        raise InputError(f"{text!r} cannot be read: a null byte is in its name")
+        raise InputError(f"{text!r} cannot be read: its name contains a null byte")
     is_folder = os.path.isdir(text)
     if is_folder:
         files = _files_in(text)
@@ -376,8 +376,8 @@ def read_input(request: ClipRequest, sampling: SamplingConfig) -> DecodedMedia |
         sampling: Sampling parameters of the clip.
 
     Returns:
-        Image; frames of a video; or, for several files, images and frames by name. None if the clip
-        starts from text.
+        Image; frames of a video; or, for several files, a dict of images and frames by the name of
+        the input, such as `last_image`. None if the clip starts from text.
 
     Raises:
         InputError: A file cannot be read, or has changed since the run began.

@@ -35,7 +35,10 @@ _IMAGE_SUFFIXES = (
 _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1")
 _AVIF = (b"avif", b"avis")
 
-_TO_MP4 = "convert it first: ffmpeg -i {name} -c copy out.mp4, or -c:v libx264 in place of -c copy"
+_TO_MP4 = (
+    "convert it first: ffmpeg -i {name} -c copy out.mp4 (if mp4 does not support the codec, use "
+    "-c:v libx264 instead of -c copy)"
+)
 
 
 class UnsupportedKind(NamedTuple):
@@ -68,10 +71,10 @@ _UNSUPPORTED = (
 )
 _HEIC_IMAGE = UnsupportedKind(
     "a HEIC image, as phones take them",
-    "convert it to JPEG first: heif-convert {name} out.jpg, or the phone's setting for JPEG",
+    "convert it to JPEG first: heif-convert {name} out.jpg, or set the phone to take JPEG photos",
 )
 _AVIF_IMAGE = UnsupportedKind(
-    "an AVIF image, which this Pillow does not read",
+    "an AVIF image (not supported by the installed Pillow)",
     "install Pillow 11.3 or later, or convert it to PNG first: avifdec {name} out.png",
 )
 

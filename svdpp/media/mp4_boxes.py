@@ -26,7 +26,7 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
         theirs: Path of the mp4 of the recomputed clip.
 
     Yields:
-        Clause for a message, such as "its video has the boxes clap".
+        Clause for a message, such as "its video has these further boxes: clap".
 
     Raises:
         OSError: A file cannot be read.
@@ -34,7 +34,7 @@ def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
     """
     (our_boxes, our_colours), (their_boxes, their_colours) = map(_sample_entry, (ours, theirs))
     if further := sorted(our_boxes - their_boxes - _HARMLESS):
-        yield f"its video has the boxes {', '.join(further)}"
+        yield f"its video has these further boxes: {', '.join(further)}"
     if our_colours and our_colours != their_colours:
         yield "the colours of its container are not those of the recomputed clip"
 

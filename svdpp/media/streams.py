@@ -64,7 +64,7 @@ class Stream:
 def probe_streams(
     source: Sequence[str], files: tuple[int, ...] = (), *, seconds: float = _SECONDS
 ) -> list[Stream]:
-    """Return the streams of a media file by its header, without the times of their packets.
+    """Return the streams that a media file's header lists, without the times of their packets.
 
     Args:
         source: Options of ffmpeg for the input, up to its `-i NAME`.
@@ -175,7 +175,7 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
-    """Yield clauses about different durations or times of two streams, which `what` names."""
+    """Yield clauses on how streams differ in duration or times; `what` names them in clauses."""
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"
@@ -185,7 +185,7 @@ def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
         pairs = zip(ours.times, theirs.times, strict=True)
         shifts = [float(one - other) for one, other in pairs]
         if max(map(abs, shifts)) > same:
-            yield f"its frames are shown up to {max(shifts, key=abs):.3g} s late"
+            yield f"its frames are shifted in time by up to {max(shifts, key=abs):.3g} s"
     elif ours.times and theirs.times and abs(ours.times[0] - theirs.times[0]) > same:
         yield f"its {what} begins at {float(ours.times[0]):.3g} s"
 

@@ -105,7 +105,9 @@ def write_clip(
         if output.format == "mp4" and audio is not None:
             _check_audio(temporary, audio)
         if read_metadata(temporary) != json.loads(text):
-            raise MediaFailure("read back, the clip's metadata differ from the written metadata")
+            raise MediaFailure(
+                "the metadata read back from the clip differ from the written metadata"
+            )
         return clip_sha256(temporary)
 
 
@@ -391,7 +393,7 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) ->
             count = len(frames)
         shape = (count, *images.shape[1:])
     if shape != frames.shape:
-        raise MediaFailure(f"read back, the clip's shape is {shape} instead of {frames.shape}")
+        raise MediaFailure(f"the clip read back has the shape {shape} instead of {frames.shape}")
 
 
 def _encode_mp4(
@@ -449,7 +451,7 @@ def _check_audio(path: Path, audio: AudioSamples) -> None:
     # last block.
     longest = (len(samples) + 2 * _AAC_BLOCK) / rate
     if not seconds - 1e-3 <= read_seconds <= longest:
-        raise MediaFailure(f"read back, the clip's sound has {read_seconds} s, not {seconds}")
+        raise MediaFailure(f"the sound read back lasts {read_seconds} s instead of {seconds} s")
 
 
 def _frame_ms(format: VideoFormat, fps: float) -> int:

@@ -93,7 +93,7 @@ def test_a_backend_that_does_not_repeat_fails_only_a_run_that_uses_it(
     model = ModelConfig(name="any", attention_backend=chosen)
     config = PipelineConfig(world_size=1, model=model)
     _, native, flash, sage = machine.run_checks(config, tmp_path)
-    repeats = "repeats its bits, also in another process"
+    repeats = "gives equal bits for equal inputs, also in another process"
     assert (native.name, native.verdict) == ("attention native", "ok")
     assert native.detail == f"{repeats} (fp32 and bf16)"
     assert (flash.name, flash.detail) == ("attention _native_flash", f"{repeats} (bf16)")

@@ -190,7 +190,7 @@ _FOUR: dict[str, Any] = {"world_size": 4, "num_steps": 12}
 #: Synthetic runs by their bottleneck: metrics, the rank that limits the run, and words of the
 #: report.
 BOTTLENECKS: dict[str, tuple[RunMetrics, int | None, str]] = {
-    "balanced": (replayed(), None, "no rank: each computes"),
+    "balanced": (replayed(), None, "no single rank: each computes"),
     "decode": (replayed(_DECODE), 1, "its decodes take 67% of its work"),
     "encode": (replayed(replace(EVEN, encode_seconds=0.8)), 0, "its encodes"),
     "steps": (_uneven_steps(), 0, "it does 300 steps, the others 100"),

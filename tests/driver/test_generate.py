@@ -288,5 +288,5 @@ def test_a_script_without_a_guard_is_told_so_and_starts_no_chain(tmp_path: Path)
     )
     ended = python(str(script), cwd=tmp_path)
     assert ended.code == 1
-    assert "put what it does under `if __name__ ==" in ended.err
+    assert "put its main code under `if __name__ ==" in ended.err
     assert ended.out.count("imported") <= 3  # this process and two ranks

@@ -570,9 +570,13 @@ def test_a_photo_that_the_frame_distorts_is_remarked_once() -> None:
 @pytest.mark.parametrize(
     ("mode", "fill", "words"),
     [
-        ("RGBA", (10, 20, 30, 128), "laid over white; read by diffusers' load_image, its trans"),
+        ("RGBA", (10, 20, 30, 128), "laid over white; if diffusers' load_image read it, its trans"),
         ("LA", (10, 0), "laid over white"),
-        ("I;16", 40000, "scaled from 16 bits to 8; read by diffusers' load_image, its greys above"),
+        (
+            "I;16",
+            40000,
+            "scaled from 16 bits to 8; if diffusers' load_image read it, its greys above",
+        ),
         ("RGBA", (10, 20, 30, 255), ""),
         ("LA", (10, 255), ""),
         ("L", 10, ""),

@@ -180,7 +180,7 @@ def test_a_clip_that_lost_a_frame_takes_no_place(
         video, "_check_whole", lambda path, format, _, fps: check(path, format, more, fps)
     )
     with pytest.raises(
-        OutputError, match=r"x' cannot be written: read back, the clip.s shape is \(6"
+        OutputError, match=r"x' cannot be written: the clip read back has the shape \(6"
     ):
         write(path, format, smooth_frames())
     assert contents(path) == before

@@ -295,7 +295,7 @@ _LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
             "its streams are video and video instead of video",
         ),
         ((), ("-bsf:v", "setts=pts=PTS+if(eq(N\\,1)\\,40\\,0)"), "its frames are shown up to"),
-        (("-itsoffset", "2"), (), "its frames are shown up to 2 s late"),
+        (("-itsoffset", "2"), (), "its frames are shifted in time by up to 2 s"),
         ((), ("-color_trc", "smpte2084"), "the colours of its container are not those of"),
         ((), ("-bsf:v", "h264_metadata=transfer_characteristics=16"), "color_trc:smpte2084"),
         ((), ("-bsf:v", "h264_metadata=matrix_coefficients=5"), "color_space:bt470bg"),
@@ -342,7 +342,7 @@ def test_an_mp4_for_other_eyes(tmp_path: Path) -> None:
     edit_json(path, file_sha256=video.clip_sha256(file))
     check = _check(path)
     assert not check.equal
-    assert check.detail == "its video has the boxes st3d"
+    assert check.detail == "its video has these further boxes: st3d"
 
 
 def _add(data: bytearray, at: int, number: int) -> None:

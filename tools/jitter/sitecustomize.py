@@ -2,8 +2,8 @@
 
 Python imports this module at its start if the module's folder is on PYTHONPATH. So the processes
 that tests start pause their threads too. The pauses begin in a profile function, which Python calls
-at each call and return. Main threads are not paused, because they import libraries;
-`tools.jitter.plugin` stops the whole process instead.
+at each call and return. Main threads have no profile function, because it would slow down the
+imports of libraries; `tools.jitter.plugin` stops the whole process instead.
 """
 
 import os

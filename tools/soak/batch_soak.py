@@ -104,10 +104,14 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
     started = time.monotonic()
     refused = run_svdpp([*base, "--world", "2", "--out", str(folder / "none"), "--json"], folder)
     refused_seconds = time.monotonic() - started
-    wrong.check(refused.returncode in (2, 4), f"faulty lines: exit code {refused.returncode}")
+    wrong.check(
+        refused.returncode in (2, 4), f"jobs file with faults: exit code {refused.returncode}"
+    )
     named = len(_named_lines(refused.stdout + refused.stderr))
     wrong.check(named == faults, f"{named} of {faults} faulty lines are named")
-    wrong.check(not list((folder / "none").glob("*.mp4")), "clips were made of a faulty file")
+    wrong.check(
+        not list((folder / "none").glob("*.mp4")), "clips were made from a jobs file with faults"
+    )
 
     made, run_kills = folder / "made", 0
     command = [*base, "--world", "2", "--out", str(made), "--keep-going", "--resume"]
@@ -139,11 +143,16 @@ def soak(folder: Path, jobs: int, faults: int, kills: int, chance: random.Random
             server_kills += 1
         process.wait()
     names_served = sorted(path.name for path in served.glob("*.mp4"))
-    wrong.check(names_served == names, f"by the server: {len(names_served)} of {len(names)} names")
+    wrong.check(
+        names_served == names,
+        f"the server made {len(names_served)} clips, not the {len(names)} of the run",
+    )
     for name in {*names} & {*names_served}:
         ours, theirs = metadata(made / name), metadata(served / name)
         for field in ("latents_sha256", "frames_sha256", "seed", "prompt"):
-            wrong.check(ours[field] == theirs[field], f"{name}: another {field} by the server")
+            wrong.check(
+                ours[field] == theirs[field], f"{name}: the clip of the server has another {field}"
+            )
     return {
         "jobs": jobs,
         "faulty": named,
@@ -220,7 +229,7 @@ def start(arguments: list[str], folder: Path, *, capture: bool = False) -> subpr
 def run_and_kill(
     command: list[str], folder: Path, made: Path, kills: bool, count: int, chance: random.Random
 ) -> int:
-    """Start `svdpp run`, and return its exit code. If `kills`, kill it after some clips."""
+    """Start `svdpp run`, and return its exit code. If `kills` is true, kill it after some clips."""
     process = start(command, folder)
     if kills:
         wait_for_clips(process, made, chance.randint(10, max(10, count // 3)))

@@ -135,7 +135,9 @@ class Clients:
                 first = request.id
                 self._create(request)
                 if request.id != first:
-                    request.problems.append(f"its key gave two clips: {first}, {request.id}")
+                    request.problems.append(
+                        f"its idempotency key gave two clips: {first}, {request.id}"
+                    )
             if request.fate == "cancel":
                 self._stop.wait(self._chance.uniform(0.0, 8.0))
             self._see_the_end(request)

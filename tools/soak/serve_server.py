@@ -162,7 +162,7 @@ class FaultyServer:
             return
         while self.is_running and self.restarts in (None, before):
             if time.monotonic() > end:
-                self.problems.append("a stopped rank is not noticed")
+                self.problems.append("the server has not noticed that a rank is stopped")
                 return
             time.sleep(0.1)
 
@@ -194,7 +194,7 @@ class FaultyServer:
         if _has_listened(log) or not any(reason in log for reason in _AWAY_AT_START):
             tail = log.strip().splitlines()[-1:]
             self.problems.append(f"exit code {self._process.returncode}: {tail}")
-        self._end("an end by itself")
+        self._end("an end without a signal")
         self._process = self._start()
 
     def _end(self, what: str) -> None:

@@ -331,9 +331,9 @@ def _wrong_jobs(asked: list[Request], jobs: list[Job]) -> list[str]:
         wrong += [f"{request.key}: {problem}" for problem in request.problems]
         if request.status == "deleted":
             if job is not None:
-                wrong.append(f"{request.key}: deleted, and there again")
+                wrong.append(f"{request.key}: exists, although it was deleted")
         elif not request.status:
-            wrong.append(f"{request.key}: its client saw no end")
+            wrong.append(f"{request.key}: its client saw no final state")
         elif job is None:
             wrong.append(f"{request.key}: lost")
         elif job.state != request.status:

@@ -93,10 +93,10 @@ def main() -> int:
     minutes = (time.monotonic() - begun) / 60
     growth = max(tally.growth, default=0.0)
     print(f"{asked.clips - len(left)} of {asked.clips} clips in {minutes:.1f} min, ", end="")
-    print(f"{tally.lives} lives, {tally.resumed} clips resumed at a transfer")
+    print(f"starts of the run: {tally.lives}, clips resumed from a checkpoint: {tally.resumed}")
     print("faults:", ", ".join(f"{what} {count}" for what, count in sorted(tally.faults.items())))
     print(f"hangs {tally.hangs}, orphans {tally.orphans}, wrong clips {len(bad)}, ", end="")
-    print(f"files left {sorted(litter) or 0}, parent's growth {growth:.1%} at most")
+    print(f"files left {sorted(litter) or 0}, growth of the parent's memory {growth:.1%} at most")
     failed = left or bad or tally.hangs or tally.orphans or litter or growth > 0.05
     return int(bool(failed))
 
@@ -133,8 +133,9 @@ def live(folder: Path, clips: int, chance: random.Random, between: float, tally:
     tally.growth += _growth(new)
     last_words = (folder / "errors.txt").read_text().strip().splitlines()
     print(
-        f"life {tally.lives}: {len(new)} clips, {what or 'left alone'}, exit {worker.returncode} "
-        f"after {seconds:.1f} s: {last_words[-1][:100] if last_words else ''}",
+        f"start {tally.lives}: new clips {len(new)}, {what or 'left alone'}, "
+        f"exit code {worker.returncode} after {seconds:.1f} s: "
+        f"{last_words[-1][:100] if last_words else ''}",
         flush=True,
     )
 
