@@ -121,11 +121,9 @@ SHARED: Mapping[str, Param] = {
         lowest=1,
         highest=MAX_FRAMES,
         kind=int,
-        help="Frames decoded at once; another number changes the clip's bits.",
+        help="Frames decoded at once; changes the bits.",
     ),
-    "guidance_scale": Param(
-        highest=MAX_GUIDANCE, help="Guidance by the prompt; 1 or less turns guidance off."
-    ),
+    "guidance_scale": Param(highest=MAX_GUIDANCE, help="Guidance by the prompt; off if 1 or less."),
     "max_sequence_length": Param(
         lowest=1,
         highest=4096,

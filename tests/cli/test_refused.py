@@ -62,14 +62,14 @@ SIMULATE = [
 VERIFY = [
     (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, but 'b.jpg' is not"),
-    ("a.json b.json --gpus 2 --fps 7", ": --fps, --gpus;"),
-    ("a.json --share-experts", "finished clip: --share-experts;"),
+    ("a.json b.json --gpus 2 --fps 7", "not with --fps, --gpus"),
+    ("a.json --share-experts", "in its metadata, and not with --share-experts"),
 ]
 TRACE = "--latent-shape 1 4 2 8 8 --trace file/t.json"
 OTHERS = [
     (f"run nope.png {_DEMO}", 7, "'nope.png' does not exist"),
     (f"verify nope.png {_DEMO}", 7, "'nope.png' does not exist"),
-    (f"run '' {_DEMO}", 7, "''"),
+    (f"run '' {_DEMO}", 7, "the name of an input is empty"),
     (f"run folder {_DEMO}", 7, "'folder' is a folder without images"),
     (
         f"run big.png {_DEMO}",

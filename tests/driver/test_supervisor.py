@@ -289,8 +289,8 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("libgomp: Thread creation failed: Resource temporarily unavailable", "no further thread"),
-        ("RuntimeError: can't start new thread", "no further thread"),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", "refused to start a thread"),
+        ("RuntimeError: can't start new thread", "refused to start a thread"),
         ("MemoryError", "ended with exit code 1 without a report"),
         (None, "could not import your script"),
     ],
@@ -305,7 +305,7 @@ def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> No
     group.output_tail.return_value = output
     with pytest.raises(RankError, match=words) as ended:
         Supervisor(group, config(3, steps=6)).step()
-    assert ("ulimit -u" in ended.value.hint) is (words == "no further thread")
+    assert ("ulimit -u" in ended.value.hint) is (words == "refused to start a thread")
     assert ended.value.details["exit_code"] == 1
 
 
