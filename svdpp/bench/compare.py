@@ -33,12 +33,14 @@ _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 class Ratio:
     """Ratio of one metric of two benchmarks, B over A, and the range in which noise may move it.
 
-    If the range includes 1, noise alone may explain the difference between A and B. The range spans
-    the ratios of single rounds, and a margin at both ends. On a logarithmic scale, the margin is
-    the drift of the machine, plus a multiple of the spread of A or B, whichever is larger. The
-    factor is 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds and so on. If A and B are equally
-    fast, the range excludes 1 in at most 2 of 1000 comparisons, according to simulations with
-    normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9 rounds.
+    If the range includes 1, noise alone may explain the difference between A and B. The range
+    reaches from the smallest to the largest ratio of a round of B to a round of A, and is widened
+    by a margin at both ends. On a logarithmic scale, the margin is the measured drift of the
+    machine, plus the spread of A's or B's rounds (the largest over the smallest value), whichever
+    is larger, times a factor: 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds, and so on. If A and
+    B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons, according to
+    simulations with normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9
+    rounds.
     """
 
     name: str

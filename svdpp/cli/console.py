@@ -100,7 +100,8 @@ class Console:
         """Print a line or table of a command's result, unless `--json` is given.
 
         Args:
-            text: Text that is shown as it is, with paths as the user typed them.
+            text: Text that is printed unchanged: unlike in errors, secrets and the home folder are
+                not redacted. Empty: an empty line is printed.
         """
         if not self.as_json:
             is_shown = isinstance(text, str) and self.out.is_terminal

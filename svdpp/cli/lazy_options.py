@@ -71,7 +71,7 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the given options of a command, and skip all other options; see `TyperCommand`.
+        """Parse only the options that the user typed, which is faster; see `TyperCommand`.
 
         Args:
             ctx: Context of the command.

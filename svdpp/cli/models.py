@@ -107,8 +107,12 @@ def _verification_in_tests(spec: FamilySpec) -> dict[str, Any]:
 
 
 def _verified_text(verified: Mapping[str, Any]) -> str:
-    text = {"bitwise": ", pairs too", "close": ", pairs nearly equal", "refused": ""}
-    return f"every split of the steps is bitwise equal{text[verified['pairs']]}"
+    text = {
+        "bitwise": ", --cfg-parallel 2 too",
+        "close": ", --cfg-parallel 2 nearly",
+        "refused": "; --cfg-parallel 2 is refused",
+    }
+    return f"every split has the bits of diffusers{text[verified['pairs']]}"
 
 
 def _fold(text: str) -> str:

@@ -367,7 +367,8 @@ def show_layout(console: Console, config: PipelineConfig, num_clips: int, reason
     console.show({"ranks": [ranks[rank] for rank in shown]})
     if len(shown) < layout.world_size:
         console.result(
-            f"and so on, in {layout.data_parallel_size} replicas of {layout.replica_size}"
+            f"and so on, in {layout.data_parallel_size} replicas of "
+            f"{pluralize(layout.replica_size, 'rank')} each"
         )
     if layout.split == "alternating" and 1 < layout.num_stages <= _MAX_CUTS:
         console.result()

@@ -1,4 +1,4 @@
-"""Model that a server runs: defaults for jobs, checks of jobs, and requests for jobs."""
+"""Client's description of the model that a server runs: default parameters, checks, requests."""
 
 from __future__ import annotations
 

@@ -343,7 +343,7 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps on fake weights; return the clip's packet, and the steps' memory.
+        """Run all steps on fake weights; return the clip's packet, and the memory that steps need.
 
         If the model has two experts, the memory is that of a rank with the larger expert.
         """

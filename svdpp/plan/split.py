@@ -277,8 +277,9 @@ class ClipCuts:
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
-            # As the phase grows, the cuts change only where a position plus the phase becomes an
-            # integer, so these phases give all possible cuts.
+            # Positions and phases are fixed-point numbers, in which `_UNIT` is one step. As the
+            # phase grows, the cuts change only where a position plus the phase becomes a whole
+            # step, so these phases give all possible cuts.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 

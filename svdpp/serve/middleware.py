@@ -299,5 +299,8 @@ def _check_host(headers: Headers) -> None:
         raise ApiError(403, "wrong_host", text, hint)
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():
-        text = f"web pages of {origin[:100]!r} may not use a server without API keys"
+        text = (
+            f"this server has no API keys, so web pages of {origin[:100]!r} may not use it; only "
+            "its own page may"
+        )
         raise ApiError(403, "wrong_origin", text)

@@ -122,7 +122,8 @@ class SqliteBackend:
 
     Args:
         folder: Data folder, which is created.
-        adopts: Whether a folder without a queue may have other files.
+        adopts: Whether the folder may be one that has files but no queue database; False: such a
+            folder is an error.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]

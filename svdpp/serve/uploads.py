@@ -77,8 +77,8 @@ _ERROR_PREFIX = "refused\0"
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 
-#: Results of decoders, by the image's SHA-256 and the requested number of frames. Each result has
-#: the values that `_RESULT` lists, as texts.
+#: What decoder processes reported about images: SHA-256, suffix, width, height and conversion, as
+#: texts, by the image's SHA-256 and the number of frames of the requested clip.
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 

@@ -77,7 +77,9 @@ def find_clips(inputs: Sequence[str]) -> list[Path]:
             clips = _clips_in(path)
             found += map(_preferred_path, clips)
             images += [] if clips else [path]
-        elif path.suffix in (".json", ".mp4") or _is_clip(path):  # missing files are reported later
+        # A name with such a suffix counts as a clip even if the file is missing; reading it then
+        # raises an error that says so.
+        elif path.suffix in (".json", ".mp4") or _is_clip(path):
             found.append(_preferred_path(path))
         else:
             images.append(path)

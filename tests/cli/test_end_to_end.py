@@ -156,7 +156,9 @@ def test_the_same_run_again_makes_only_what_is_missing(
             assert path.read_bytes() == content, path
     quiet = ("--quiet",)  # no remark about the images' aspect ratio
     assert_error(
-        svdpp_here(*whole, "--resume", "--crf", "30", *quiet), 2, "another value of crf: 18 instead of 30"
+        svdpp_here(*whole, "--resume", "--crf", "30", *quiet),
+        2,
+        "another value of crf: 18 instead of 30",
     )
 
 

@@ -289,7 +289,10 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        ("libgomp: Thread creation failed: Resource temporarily unavailable", "refused to start a thread"),
+        (
+            "libgomp: Thread creation failed: Resource temporarily unavailable",
+            "refused to start a thread",
+        ),
         ("RuntimeError: can't start new thread", "refused to start a thread"),
         ("MemoryError", "ended with exit code 1 without a report"),
         (None, "could not import your script"),

@@ -335,7 +335,9 @@ def test_metadata_that_were_not_written_whole_take_no_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(video, "read_metadata", lambda _: {"seed": 6})
-    with pytest.raises(OutputError, match="the metadata read back from the clip differ from the written metadata"):
+    with pytest.raises(
+        OutputError, match="the metadata read back from the clip differ from the written metadata"
+    ):
         write(tmp_path / "x.mp4", "mp4", smooth_frames(1))
     assert os.listdir(tmp_path) == []
 

@@ -294,7 +294,11 @@ _LABELS = ("-disposition:v:0", "0", "-disposition:v:1", "default")
             (*_OTHER, "-map", "0", "-map", "1", "-c:v:1", "libx264", *_LABELS),
             "its streams are video and video instead of video",
         ),
-        ((), ("-bsf:v", "setts=pts=PTS+if(eq(N\\,1)\\,40\\,0)"), "its frames are shifted in time by up to"),
+        (
+            (),
+            ("-bsf:v", "setts=pts=PTS+if(eq(N\\,1)\\,40\\,0)"),
+            "its frames are shifted in time by up to",
+        ),
         (("-itsoffset", "2"), (), "its frames are shifted in time by up to 2 s"),
         ((), ("-color_trc", "smpte2084"), "the colours of its container are not those of"),
         ((), ("-bsf:v", "h264_metadata=transfer_characteristics=16"), "color_trc:smpte2084"),

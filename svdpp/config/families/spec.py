@@ -252,13 +252,13 @@ class FamilySpec:
     record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
         default_factory=dict
     )
-    """Rules for results of pipeline methods, by the method's name. The rank that encodes a clip
-    records the results, and packets carry them to later ranks, which replay them
-    (`models.engine.records`). `unused`: no step and no decode uses the results, so their tensors
-    are not sent. `first step`: only the first step uses them. `recomputed`: nothing is recorded,
-    and every rank calls the method itself, because its result is large but cheap. A number n: of
-    several calls of the method, only the result of call n (from 0) is used. A method without a
-    rule: all steps and the decode use the results."""
+    """Who uses the result of a pipeline method after the encode, by the method's name. The rank
+    that encodes a clip records such results. Packets carry them to the later ranks, whose calls of
+    the method return them (`models.engine.records`). `unused`: no step and no decode uses the
+    result, so later ranks get placeholders of its shape. `first step`: only the first step uses
+    them. `recomputed`: nothing is recorded, and every rank calls the method itself, because its
+    result is large but cheap. A number n: of several calls of the method, only the result of call n
+    (from 0) is used. A method without a rule: all steps and the decode use the results."""
     initial_latent_source: str | None = None
     """Name of the tensor in a packet that later ranks use as the result of `prepare_latents`.
     `latents`: the current latent. It can replace the result if steps after the first read only

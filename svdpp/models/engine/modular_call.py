@@ -530,8 +530,9 @@ class ModularCall:
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
         """Pack the values that blocks of later ranks read; return [name, structure] pairs.
 
-        Two kinds of tensors are described but not sent: tensors that the loop has replaced, and
-        tensors of which conditional blocks only check whether they are None.
+        Only the shape and dtype are packed of two kinds of tensors, which no later block reads:
+        tensors that the denoising loop has replaced by newer ones, and tensors of which
+        conditional blocks only check whether they are None.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}

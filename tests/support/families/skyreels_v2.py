@@ -45,7 +45,9 @@ CASES = {
         "skyreels_v2",
         size(16, 16, 9),
         image=True,
-        refused=[({"has_last_image": True}, "takes no `last_image`: its denoiser embeds only one image")],
+        refused=[
+            ({"has_last_image": True}, "takes no `last_image`: its denoiser embeds only one image")
+        ],
     ),
     "skyreels-v2-last-image": Case(
         "skyreels_v2",
