@@ -255,7 +255,7 @@ class Console:
         """Return an error's hint, but drop each proposal that names an option the command lacks.
 
         Args:
-            text: Proposals, separated by commas, semicolons or "or".
+            text: Proposals, separated by "; " or ", or ".
         """
         text = self.write_fields(text)
         return text if self._options is None else keep_available(text, self._options)

@@ -268,7 +268,7 @@ def _media_type_of(content_type: str, path: str) -> str:
         text = f"Content-Type must be {' or '.join(_UPLOAD_TYPES[path])}, not {shown!r}"
         hint = "send a form, as curl -F does, with an image in the field input_reference"
         if path in _BATCH_PATHS:
-            hint = "send the JSON Lines file in the form field `file`, as curl -F file=@FILE does"
+            hint = "send the JSON Lines file in the form field file, as curl -F file=@FILE does"
         raise ApiError(415, "unsupported_media_type", text, hint)
     charset = options.get(b"charset", b"utf-8").decode(errors="replace")
     if charset.lower() not in ("utf-8", "utf8"):
