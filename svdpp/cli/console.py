@@ -265,10 +265,10 @@ class Console:
 
         Args:
             names: Option that errors write instead of each field, such as `--workload.frames` for
-                `num_frames`. Hints propose no other options.
+                `num_frames`. Hints propose these options and those of the command.
         """
         self._names = dict(names)
-        self._options = {*names.values()}
+        self._options = {*(self._options or ()), *names.values()}
 
     def write_fields(self, text: str) -> str:
         """Return a message in which fields in backticks are replaced by options such as `--frames`.

@@ -217,3 +217,8 @@ def test_simulate_and_ranks_of_a_launcher_get_no_hint_that_they_would_refuse() -
 def test_a_benchmark_names_the_fields_of_its_configuration() -> None:
     answer = svdpp_here("bench", "smoke", "--pipeline.world=3")
     assert "use --workload.steps 3 or --workload.steps 6, or use --pipeline.world 2" in answer.err
+
+
+def test_a_benchmark_names_its_own_options() -> None:
+    answer = svdpp_here("bench", "smoke", "--targets.utilisation.min=0.5")
+    assert answer.err.endswith("\nhint: give its peak in this dtype with --peak-tflops\n")
