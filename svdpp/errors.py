@@ -44,7 +44,11 @@ class SvdppError(Exception):
 
     Args:
         message: One sentence that says what is wrong, with the values that matter.
-        hint: Fix, usually the next command to type; empty if there is no fix.
+        hint: Fix, usually the next command to type; empty if there is no fix. A hint is one or more
+            proposals, separated only by "; " or ", or ", such as "use `num_inference_steps` 21, or
+            use `world_size` 3". Each proposal is a clause with its own verb, because the command
+            line leaves out proposals that name an option which the command lacks. Alternatives
+            within one proposal may name only options that always exist together.
         details: Numbers in the message and other facts for programs, by name; JSON values.
 
     Messages and hints write the names of configuration fields in backticks, such as `num_frames`.

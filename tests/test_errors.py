@@ -226,7 +226,7 @@ def test_one_error_by_the_names_of_each_front_end(capsys: pytest.CaptureFixture[
     Console(names={"num_frames": "--num-frames"}).error(error)
     assert capsys.readouterr().err == (
         "error: --num-frames must be a multiple of 4 plus 1, got 80\n"
-        "hint: nearest: --num-frames 77 or --num-frames 81\n"
+        "hint: use --num-frames 77 or --num-frames 81\n"
     )
     Console(as_json=True).error(error)
     record = json.loads(capsys.readouterr().out)["error"]
@@ -235,7 +235,7 @@ def test_one_error_by_the_names_of_each_front_end(capsys: pytest.CaptureFixture[
 
     answer = to_api_error(error)
     assert answer.message == "frames must be a multiple of 4 plus 1, got 80"
-    assert answer.hint == "nearest: frames 77 or frames 81"
+    assert answer.hint == "use frames 77 or frames 81"
     assert answer.details["field"] == "frames"
 
 

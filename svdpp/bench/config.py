@@ -338,7 +338,7 @@ def _find(name: str) -> Path:
         return _SHIPPED / f"{name}.yaml"
     raise RequestError(
         f"{name!r} is neither a file nor a configuration that comes with svdpp",
-        nearest(name, shipped(), f"shipped: {', '.join(shipped())}"),
+        nearest(name, shipped(), f"use one of {', '.join(shipped())}"),
     )
 
 
@@ -390,4 +390,6 @@ def _known(where: str) -> str:
     for section, about in BenchConfig.model_fields.items():
         names += [f"{section}.{name}" for name in getattr(about.annotation, "model_fields", ())]
     same = (name for name in names if name.rpartition(".")[2] == last)
-    return nearest(next(same, where), names, f"known: {', '.join(BenchConfig.model_fields)}")
+    return nearest(
+        next(same, where), names, f"the fields are {', '.join(BenchConfig.model_fields)}"
+    )

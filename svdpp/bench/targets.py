@@ -98,7 +98,7 @@ def check_name(name: str) -> None:
     if name in SPEEDUPS or (case in CASES and metric in METRICS):
         return
     names = (*SPEEDUPS, *METRICS)
-    hint = nearest(metric, names, f"known: {', '.join(names)}")
+    hint = nearest(metric, names, f"the metrics are {', '.join(names)}")
     raise RequestError(f"targets: no metric {name!r}", hint, details={"figure": name})
 
 

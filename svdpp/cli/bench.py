@@ -171,7 +171,8 @@ def _split_words(words: list[str]) -> tuple[list[str], list[str]]:
             overrides.append(word.removeprefix("--"))
         else:
             raise RequestError(
-                f"no such option: {word}", "--section.field=value sets a field of the configuration"
+                f"no such option: {word}",
+                "use --SECTION.FIELD=VALUE to set a field of the configuration",
             )
     return names, overrides
 

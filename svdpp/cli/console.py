@@ -256,7 +256,7 @@ class Console:
         """Return an error's hint, but drop each proposal that names an option the command lacks.
 
         Args:
-            text: Proposals, separated by commas, semicolons or "or".
+            text: Proposals, separated by "; " or ", or ".
         """
         text = self.write_fields(text)
         return text if self._options is None else keep_available(text, self._options)
@@ -266,10 +266,10 @@ class Console:
 
         Args:
             names: Option that errors write instead of each field, such as `--workload.frames` for
-                `num_frames`. Hints propose no other options.
+                `num_frames`. Hints propose these options and those of the command.
         """
         self._names = dict(names)
-        self._options = {*names.values()}
+        self._options = {*(self._options or ()), *names.values()}
 
     def write_fields(self, text: str) -> str:
         """Return a message in which fields in backticks are replaced by options such as `--frames`.

@@ -186,7 +186,7 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
             raise
         known = ", ".join((*SAMPLING_CLASSES, *DEMO_MODELS))
         raise RequestError(
-            f"there is no family or model {name!r}", f"known: {known}", details={"name": name}
+            f"there is no family or model {name!r}", f"use one of {known}", details={"name": name}
         ) from error
     sampling = sampling_of_model(
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"

@@ -180,8 +180,8 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         require(
             len(sizes) in (1, world_size) and all(0 < size < math.inf for size in sizes),
             f"--device-memory must be 1 or {world_size} finite numbers above 0, got {sizes_text!r}",
-            "use one size for all devices, such as --device-memory 79, or one for each, such as "
-            "--device-memory 79,79,47,47",
+            "use one size for all devices, such as --device-memory 79, or use one for each, such "
+            "as --device-memory 79,79,47,47",
             devices=(1, world_size),
             value=sizes_text,
         )

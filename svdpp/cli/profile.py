@@ -89,7 +89,7 @@ def profile(console: Console, launched: World | None, options: ProfileOptions) -
 def _check_free(path: Path, *, overwrite: bool) -> None:
     from svdpp.media import output_files
 
-    hint = "--overwrite replaces it, --out names another file"
+    hint = "--overwrite replaces it; --out names another file"
     is_free = overwrite or not path.is_file()
     require(is_free, f"{str(path)!r} exists already", hint, path=str(path))
     output_files.check_replaceable(str(path))

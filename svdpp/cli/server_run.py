@@ -363,7 +363,7 @@ class _ServerRun:
         path = f"/v1/batches/{run.batch_ids[-1]}/cancel"
         cancel = f"curl -X POST {shlex.quote(self.connection.url + path)}"
         go_on = "run the same command with --resume to continue"
-        return f"{finished}, the server continues; {go_on}; to cancel: {cancel}"
+        return f"{finished}, and the server continues; {go_on}; to cancel, run {cancel}"
 
     def _manifest(self, before: dict[str, dict[str, Any]]) -> RunManifest:
         """Return the `RunManifest`, which writes `run.json` and the table of the run's clips."""

@@ -47,7 +47,8 @@ _CONDITIONS = (
 
 
 _MORE_MEMORY = (
-    "verify again with more free GPU memory: fewer `num_frames`, or a smaller `decode_chunk_size`"
+    "use fewer `num_frames`, or use a smaller `decode_chunk_size`, or verify again with more free "
+    "GPU memory"
 )
 
 # Words for the verdicts, as shown in tables.

@@ -181,8 +181,8 @@ class BatchRun:
             if before != now:
                 raise RequestError(
                     f"the batches of this folder are for {name} {before!r}, not {now!r}",
-                    f"use the same {name}, or another `out` folder; `overwrite` makes all clips "
-                    "again",
+                    f"use the same {name}, or use another `out` folder; `overwrite` makes all "
+                    "clips again",
                     details={"before": before, "now": now},
                 )
         for record in earlier.parts:

@@ -180,7 +180,7 @@ class ServerConnection:
         seconds = self._patience_seconds
         return ServerError(
             f"the server {self.url} was unavailable for {seconds:g} s: {self._reason(error)}",
-            "start the server, name another URL, or raise `server_timeout` to wait longer",
+            "start the server, or name another URL, or raise `server_timeout` to wait longer",
             details={
                 "server": self.url,
                 "timeout_seconds": seconds,

@@ -465,7 +465,7 @@ def _translated(error: RuntimeError, attempt: str, details: dict[str, Any]) -> E
     if is_out_of_memory(error):
         return OutOfMemoryError(
             f"out of memory{' in NCCL' if cuda else ''}: could not {attempt}",
-            "fewer frames, a smaller `height` and `width`, or `memory_opt` need less memory",
+            "use fewer frames, or use a smaller `height` and `width`, or use `memory_opt`",
             details={**details, **memory_details(error)},
         )
     if cuda is not None or isinstance(error, torch.AcceleratorError):

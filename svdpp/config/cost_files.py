@@ -31,7 +31,7 @@ def find_costs(name_or_path: str) -> CostModel:
     require(
         Path(name_or_path).exists(),
         f"`costs` {name_or_path!r} is neither a file nor a preset",
-        f"presets: {', '.join(PRESETS)}",
+        f"the presets are {', '.join(PRESETS)}",
     )
     return read_costs(name_or_path)
 

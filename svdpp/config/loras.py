@@ -86,13 +86,13 @@ def parse_loras(value: object) -> tuple[Lora, ...]:
 def _parse_lora(value: object) -> Lora:
     if isinstance(value, str):
         return _parse_text(value)
-    form = "write FILE:0.8, or an object with name and scale"
+    form = "write FILE:0.8, or write an object with name and scale"
     if not isinstance(value, dict):
         details = {"value": detail_value(value)}
         raise RequestError(f"`loras` {shown(value)} is not a LoRA", form, details=details)
     for name in value:
         if name not in _FIELDS:
-            hint = nearest(str(name), _FIELDS, f"known are {', '.join(_FIELDS)}")
+            hint = nearest(str(name), _FIELDS, f"the fields are {', '.join(_FIELDS)}")
             wrong = f"`loras` has no field {shown(name)}"
             raise RequestError(wrong, hint, details={"name": shown(name), "known": list(_FIELDS)})
     require("name" in value, "a LoRA of `loras` has no name", form)

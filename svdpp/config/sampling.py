@@ -280,7 +280,7 @@ class CommonSampling:
         require(
             frames == below,
             f"`num_frames` must be a multiple of {unit} plus {remainder}, got {frames}",
-            f"nearest: `num_frames` {below} or `num_frames` {below + unit}",
+            f"use `num_frames` {below} or `num_frames` {below + unit}",
             frames=frames,
             unit=unit,
             remainder=remainder,

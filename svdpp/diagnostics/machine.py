@@ -312,8 +312,8 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
         if size > free:
             raise OutOfMemoryError(
                 text,
-                "to save memory, use `decode_chunk_size` 2, `memory_opt`, fewer ranks, or a 16-bit "
-                "`dtype`",
+                "use `decode_chunk_size` 2, or use `memory_opt`, or use fewer ranks, or use a "
+                "16-bit `dtype`",
                 details={"requested_bytes": size, "free_bytes": free, "device": device},
             )
     return text

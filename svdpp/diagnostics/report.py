@@ -278,6 +278,7 @@ def _find_manifest(path: Path) -> Path:
         return manifests[0]
     raise InputError(
         f"{str(path)!r} has {f'{len(manifests)} runs' if manifests else f'no {MANIFEST}'}",
-        f"name a run's folder, or a file *.{MANIFEST} in it; svdpp bench prints its own report",
+        f"name a run's folder, or name a file *.{MANIFEST} in it; "
+        "svdpp bench prints its own report",
         details={"path": str(path), "runs": len(manifests)},
     )

@@ -244,10 +244,10 @@ class JobLineReader:
             self._add(f"model {model!r} takes no image", "leave it out", name)
         elif name == LAST_IMAGE:
             reason = self._defaults.last_image_reason
-            families = f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}"
+            families = f"these families take one: {', '.join(LAST_IMAGE_FAMILIES)}"
             self._add(f"model {model!r} takes no last image", reason or families, name)
         elif name == REFERENCES:
-            families = f"families that take references: {', '.join(REFERENCE_FAMILIES)}"
+            families = f"these families take references: {', '.join(REFERENCE_FAMILIES)}"
             self._add(f"model {model!r} takes no references", families, name)
         else:
             hint = nearest(name, (*self.fields, *self._aliases), "")
@@ -387,7 +387,9 @@ class JobLineReader:
             side.isascii() and side.isdigit() and len(side) < 6 for side in (width, height)
         )
         if not is_size:
-            raise RequestError(f"must be WIDTHxHEIGHT, got {shown(text)}", "such as 832x480")
+            raise RequestError(
+                f"must be WIDTHxHEIGHT, got {shown(text)}", "write a size such as 832x480"
+            )
         sides = {"width": int(width), "height": int(height)}
         for name, side in sides.items():
             check_int(name, side, 1, MAX_SIDE)

@@ -85,7 +85,7 @@ def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
         noun = "output exists" if len(existing) == 1 else "outputs exist"
         raise RequestError(
             f"{len(existing)} {noun} already, the first is {first!r}",
-            "`resume` keeps finished clips, `overwrite` replaces them",
+            "`resume` keeps finished clips; `overwrite` replaces them",
             details={"existing": len(existing), "asked": len(jobs)},
         )
     for output in existing:

@@ -51,7 +51,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not (isinstance(content, dict) and {"schema_version", "clips"} <= content.keys()):
-        hint = f"give an output folder of svdpp run, or the {MANIFEST} in it"
+        hint = f"give an output folder of svdpp run, or give the {MANIFEST} in it"
         raise InputError(f"{str(path)!r} is not a run's manifest", hint)
     if content["schema_version"] != SCHEMA_VERSION:
         raise InputError(

@@ -444,7 +444,7 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
         raise RequestError(
             f"rank {found['rank']} has {found['condition']} {found['value']}, rank 0 has "
             f"{found['rank_0_value']}: the clips may have other bits than on one device",
-            "use equal GPUs and versions, or `allow_mixed_devices`, which marks the clips as "
+            "use equal GPUs and versions, or use `allow_mixed_devices`, which marks the clips as "
             "unproven",
             details={**found, "rank_0": 0},
         )

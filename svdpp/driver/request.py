@@ -93,7 +93,7 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
         return "cpu"
     raise RequestError(
         "there is no GPU, and this model takes minutes for each step on a CPU",
-        "`device` cpu runs the model anyway; `model` demo or demo-text is small enough",
+        "use `device` cpu to run the model anyway, or use the small `model` demo or demo-text",
     )
 
 

@@ -297,8 +297,8 @@ def check_memory(
         raise OutOfMemoryError(
             f"out of memory before the run: {len(ranks)} CPU {noun} about "
             f"{format_gib(needed)}, {format_gib(free)} free",
-            "use a smaller `world_size`, `height` and `width`, `num_frames` or "
-            "`decode_chunk_size`, or `dtype` bf16",
+            "use a smaller `world_size`, or use a smaller `height` and `width`, or use fewer "
+            "`num_frames`, or use a smaller `decode_chunk_size`, or use `dtype` bf16",
             details={
                 **{"requested_bytes": needed, "free_bytes": free, "device": "cpu"},
                 "num_ranks": len(ranks),

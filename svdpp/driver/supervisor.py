@@ -358,8 +358,8 @@ _PATIENCE_AT_START = 8
 _PAUSE_SECONDS = 3.0
 _SLOW_DISK_HINT = "raise `start_timeout_seconds` for a slow disk"
 _LINK_HINT = (
-    "on GPUs try NCCL_P2P_DISABLE=1, a larger /dev/shm (docker run --shm-size=8g), or "
-    "PIPELINE_BACKEND=gloo; between hosts check the firewall"
+    "on GPUs try NCCL_P2P_DISABLE=1, or try PIPELINE_BACKEND=gloo, or give a container a larger "
+    "/dev/shm: docker run --shm-size=8g; between hosts check the firewall"
 )
 
 

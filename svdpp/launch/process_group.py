@@ -228,7 +228,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
             f"{wanted} requested, {count} found",
             "use `device` cpu and `model` demo to try svdpp without a GPU"
             if count == 0
-            else f"use `world_size` {count} or fewer, or `device` cuda:0 to share one GPU",
+            else f"use `world_size` {count} or fewer, or use `device` cuda:0 to share one GPU",
             details={"device": device, "asked": needed, "found": count},
         )
 

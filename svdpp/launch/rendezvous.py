@@ -447,7 +447,7 @@ def _register(
     if hello.missing:
         raise RequestError(
             f"{hello.host} cannot use {str(Path(hello.missing[0]).parent)!r} of rank 0's host",
-            "images, `out` and `latents_dir` must be in folders that all hosts share, with the "
+            "put images, clips and latent checkpoints into folders that all hosts share, with the "
             "same path on each host",
             details={"rank": hello.rank, "host": hello.host, "path": hello.missing[0]},
         )
@@ -459,7 +459,7 @@ def _check_settings(hello: RankHello, config: RendezvousConfig) -> None:
             raise RequestError(
                 f"rank {hello.rank} ({hello.host}) was started with {name} {value}, rank 0 "
                 f"({socket.gethostname()}) with {ours}",
-                "use the same command (with `num_threads` set) and the same versions on every host",
+                "use the same command and the same versions on every host; set `num_threads`",
                 details={
                     **{"rank": hello.rank, "host": hello.host, "setting": name},
                     **{"value": value, "rank_0_value": ours, "rank_0": 0},

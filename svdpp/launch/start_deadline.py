@@ -35,7 +35,7 @@ _REFUSALS = (
 )
 #: Hint of errors about processes and threads that the system refuses to start.
 LIMIT_HINT = (
-    "raise the limit (ulimit -u for processes, ulimit -n for files, or pids.max of the "
+    "raise the limit (ulimit -u for processes, ulimit -n for files, pids.max of a "
     "container), or use fewer ranks"
 )
 

@@ -169,7 +169,7 @@ def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> 
             raise InputError(
                 f"{str(file.path)!r} is too narrow: {file.width}x{file.height}, and the model "
                 f"takes images up to {highest}:1",
-                "`fit` crop or pad gives the image the clip's aspect ratio",
+                "use `fit` crop or pad to give the image the clip's aspect ratio",
                 details={"width": file.width, "height": file.height, "max_aspect": highest},
             )
 

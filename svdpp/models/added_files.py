@@ -108,7 +108,7 @@ def _download(wanted: AddedFile, default: str, local_files_only: bool) -> Path:
     repository, _, file = rest.partition("/")
     file = file or default
     if not owner.strip("~.") or not repository or not file or repository.endswith(wanted.suffix):
-        hint = f"name a {wanted.suffix.removeprefix('.')} file, or OWNER/NAME/FILE on the hub"
+        hint = f"name a {wanted.suffix.removeprefix('.')} file, or name OWNER/NAME/FILE on the hub"
         raise ModelError("the file does not exist", hint)
     given: Any = {"revision": wanted.revision, "local_files_only": local_files_only}
     source = ModelConfig(name=f"{owner}/{repository}", **given)

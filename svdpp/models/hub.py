@@ -225,6 +225,7 @@ def _message_and_hint(
     cause = getattr(error, "strerror", None) or cause
     return (
         f"cannot be downloaded ({cause})",
-        "check `revision`, the network and the disk (HF_HOME sets the cache folder), and run the "
-        "command again: complete files stay in the cache; for a private model, run hf auth login",
+        "check the network and the disk (HF_HOME sets the cache folder), and run the command "
+        "again: complete files stay in the cache; check `revision`; for a private model, run hf "
+        "auth login",
     )

@@ -29,7 +29,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
     require(
         nearest == (height, width),
         f"the model makes no clips of `height` {height} `width` {width} from an image",
-        f"nearest: `height` {nearest[0]} `width` {nearest[1]}",
+        f"use `height` {nearest[0]} and `width` {nearest[1]}",
         height=height,
         width=width,
         nearest_height=nearest[0],

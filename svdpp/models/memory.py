@@ -102,7 +102,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
         size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
         raise RequestError(
             f"model {display_name(model.name)} cannot make a clip of {size} ({problem})",
-            "use another `height`, `width` or `num_frames`",
+            "use another `height` or `width`, or use another `num_frames`",
             details={
                 "width": sampling.width,
                 "height": sampling.height,

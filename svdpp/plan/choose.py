@@ -202,8 +202,8 @@ class _Search:
         return RequestError(
             f"no layout fits in the memory of the ranks ({has} GiB each): the smallest layout "
             f"needs {least:.4g} GiB",
-            "use a smaller `decode_chunk_size`, fewer `num_frames`, a smaller `height` and "
-            "`width`, or `memory_opt`",
+            "use a smaller `decode_chunk_size`, or use fewer `num_frames`, or use a smaller "
+            "`height` and `width`, or use `memory_opt`",
             details={
                 "world_size": layouts[0].world_size,
                 "requested_gib": least,

@@ -194,7 +194,7 @@ class CostModel:
             raise RequestError(
                 f"the number of ranks ({world_size}) is not a multiple of the number of ranks on "
                 f"each host ({per_host})",
-                f"use `hosts` {-(-world_size // per_host)}x{per_host}, or another `world_size`",
+                f"use `hosts` {-(-world_size // per_host)}x{per_host}, or use another `world_size`",
                 details={"world_size": world_size, "ranks_per_host": per_host},
             )
         for name in _PER_RANK:
@@ -202,7 +202,7 @@ class CostModel:
             if isinstance(value, tuple) and len(value) != world_size:
                 raise RequestError(
                     f"{name} has values for {len(value)} ranks, but the run has {world_size}",
-                    f"use `world_size` {len(value)}, or costs with one number for all ranks",
+                    f"use `world_size` {len(value)}, or use costs with one number for all ranks",
                     details={"field": name, "values": len(value), "world_size": world_size},
                 )
 
@@ -236,7 +236,7 @@ class CostModel:
         if unknown := sorted(values.keys() - set(known)):
             raise RequestError(
                 f"{where}: unknown key {unknown[0]!r}",
-                f"known: {', '.join(known)}",
+                f"the keys are {', '.join(known)}",
                 details={"path": where, "unknown": unknown},
             )
         if "step_seconds" not in values:

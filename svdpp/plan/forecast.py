@@ -274,7 +274,7 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     # If spans of a clip have the same end, the one that started last is kept.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
-        raise ValueError("spans is empty, so there are no times to compute")
+        raise ValueError("the list of spans is empty, so there are no times to compute")
     starts = {span.clip: span.start for span in sorted(spans, key=lambda each: -each.start)}
     ends = {span.clip: span.end for span in spans}
     finishers = {span.clip: span.rank for span in spans if not span.action.helps}
@@ -346,7 +346,7 @@ def forecast_layout(layout: Layout, num_clips: int) -> Forecast:
         raise RequestError(
             f"{num_clips} clips on {layout.world_size} ranks in replicas of {layout.replica_size} "
             "are too many to forecast",
-            f"use `clips` {count} or fewer, or replicas with fewer ranks",
+            f"use `clips` {count} or fewer, or use replicas with fewer ranks",
             details={
                 **{"clips": num_clips, "world_size": layout.world_size},
                 "replica_size": layout.replica_size,

@@ -149,7 +149,8 @@ class Layout(ParallelConfig):
                 f"`decoders` must be {_up_to(self.replica_size - 1)}, got {self.num_decoders}: all "
                 f"decoders hold the {EXPERTS[1]} expert, so another rank must hold the "
                 f"{EXPERTS[0]} expert",
-                "use `layout` data-parallel or `share_experts`: a rank can then hold both experts",
+                "use `layout` data-parallel, or use `share_experts`: a rank can then hold both "
+                "experts",
                 details={
                     "decoders": self.num_decoders,
                     "most": self.replica_size - 1,
@@ -532,8 +533,8 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
         raise RequestError(
             f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "
             f"{sum(chunks)} frames has only {len(chunks)}",
-            f"use `decode_ranks` {len(chunks)} or fewer, or a smaller `decode_chunk_size`, which "
-            "changes the bits of clips",
+            f"use `decode_ranks` {len(chunks)} or fewer, or use a smaller `decode_chunk_size`, "
+            "which changes the bits of clips",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},
         )
 

@@ -150,13 +150,13 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     nearest = [count for count in (below, below + num_stages) if count]
     can = "can are" if below else "can is"
     are_ranks = num_stages == world_size
-    fewer = f"or `world_size` {largest_world(num_steps, num_stages)}, " if are_ranks else ""
+    fewer = f", or use `world_size` {largest_world(num_steps, num_stages)}" if are_ranks else ""
     noun = "ranks" if are_ranks else "stages"
     raise RequestError(
         f"{num_steps} steps cannot be split evenly over {num_stages} {noun}; "
         f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
-        f"use {' or '.join(f'`num_inference_steps` {count}' for count in nearest)}, "
-        f"{fewer}or `split` alternating",
+        f"use {' or '.join(f'`num_inference_steps` {count}' for count in nearest)}"
+        f"{fewer}, or use `split` alternating",
         details={
             **{"field": "num_inference_steps", "steps": num_steps},
             **{"ranks": num_stages, "nearest": nearest},

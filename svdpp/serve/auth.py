@@ -73,8 +73,8 @@ def load_keys(host: str, key_file: Path | None) -> Keys | None:
     if not is_loopback(host):
         raise RequestError(
             f"`host` {host} accepts requests from other machines, and the server has no API keys",
-            "create a key with svdpp serve --new-key NAME --api-key-file FILE, then start the "
-            "server with `api_key_file` FILE",
+            "create a key with svdpp serve --new-key NAME --api-key-file FILE; start the server "
+            "with `api_key_file` FILE",
         )
     return None
 

@@ -84,7 +84,7 @@ def address_of(url: str) -> str:
         raise RequestError(
             "`queue` is not a URL of a PostgreSQL database, such as postgresql://svdpp@db/svdpp",
             "percent-encode special characters of user and password, such as %2F for /, %40 for @ "
-            "and %25 for %; or leave the password to PGPASSWORD or ~/.pgpass",
+            "and %25 for %, or leave the password to PGPASSWORD or ~/.pgpass",
             details={"field": "queue"},
         )
     if not values.keys() & {"host", "hostaddr", "dbname", "service"}:

@@ -59,8 +59,8 @@ _UNSUPPORTED = {
     "video_reference": "send the video as the field input_reference, if the model takes a video",
     "boundary_ratio": "leave the field out: the server uses the checkpoint's value",
     "guidance_rescale": "this model does not use guidance_rescale",
-    LAST_IMAGE: f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
-    REFERENCES: f"families that take references: {', '.join(REFERENCE_FAMILIES)}",
+    LAST_IMAGE: f"these families take one: {', '.join(LAST_IMAGE_FAMILIES)}",
+    REFERENCES: f"these families take references: {', '.join(REFERENCE_FAMILIES)}",
 }
 
 MAX_PRIORITY = 9
@@ -561,7 +561,7 @@ class Capabilities:
             message = f"this server makes clips of {', '.join(sizes)}, not {text}"
             width, height = map(int, text.split("x"))
             near = min(self.sizes, key=lambda size: abs(size[0] - width) + abs(size[1] - height))
-            hint = f"nearest: {format_size(*near)}"
+            hint = f"use {format_size(*near)}"
             raise ApiError(
                 422, "wrong_size", message, hint, field="size", size=text, sizes=[*sizes]
             )
@@ -587,7 +587,7 @@ class Capabilities:
                 422,
                 "too_many_frames",
                 text,
-                f"nearest: {self.max_frames / fps:.2f} seconds",
+                f"use {self.max_frames / fps:.2f} seconds",
                 field="seconds",
                 seconds=request.seconds,
                 fps=fps,

@@ -98,7 +98,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
         raise RequestError(
             f"the data folder {str(folder)!r} has no queue, but other files, such as "
             f"{min(names)!r}",
-            f"{restore}, name another folder with `data`, or add `adopt` to use this one: files "
+            f"{restore}, or name another folder with `data`, or add `adopt` to use this one: files "
             "of a lost queue go to its lost+found, all others are left alone",
             details={"file": min(names)},
         )
@@ -286,8 +286,8 @@ class SqliteBackend:
                 hint = "the file is damaged: restore a copy, or start with another folder"
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:
                 hint = (
-                    "another program holds its lock, or the file system has no locks: end "
-                    "that program, or name a folder on a local disk with `data`"
+                    "if another program holds its lock, end that program; if the file system has "
+                    "no locks, name a folder on a local disk with `data`"
                 )
             reason = output_files.error_reason(error)
             raise OutputError(

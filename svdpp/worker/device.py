@@ -199,19 +199,20 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "use a smaller `height` and `width`"),
     Kind.DENOISE: (
         "running a denoising step",
-        "use fewer `num_frames`, a smaller `height` and `width`, or `memory_opt`",
+        "use fewer `num_frames`, or use a smaller `height` and `width`, or use `memory_opt`",
     ),
     Kind.DECODE: (
         "decoding the frames",
-        "use a smaller `decode_chunk_size`, or `vae_tiling`",
+        "use a smaller `decode_chunk_size`, or use `vae_tiling`",
     ),
     None: (
         "loading the model",
-        "use fewer ranks on this device, or `dtype` bf16 or fp16 instead of fp32",
+        "use fewer ranks on this device, or use `dtype` bf16 or fp16 instead of fp32",
     ),
     "reference": (
         "computing a clip in one process",
-        "use fewer `num_frames`, or a smaller `height`, `width` or `decode_chunk_size`",
+        "use fewer `num_frames`, or use a smaller `height` and `width`, or use a smaller "
+        "`decode_chunk_size`",
     ),
 }
 

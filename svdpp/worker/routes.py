@@ -131,7 +131,7 @@ def resolve_clip_config(
     if boundary is not None and not 0 < boundary < num_steps:
         raise RequestError(
             f"the model has two experts, and one of them would run all {num_steps} steps",
-            "use more `num_inference_steps`, or another `flow_shift`",
+            "use more `num_inference_steps`, or use another `flow_shift`",
             details={"steps": num_steps, "expert_boundary": boundary},
         )
     tiles: tuple[int, ...] = ()

@@ -96,7 +96,7 @@ def _measure_clock_offset(connection: Connection, seconds: float) -> ClockOffset
     try:
         return rendezvous.measure_clock_offset(connection, time.monotonic() + seconds)
     except (OSError, EOFError) as error:
-        hint = "check whether rank 0 has ended or is stopped, or its host is down"
+        hint = "check whether rank 0 has ended or is stopped, and whether its host is down"
         raise RankError(
             "rank 0 does not respond", hint, details={"peer": 0, "timeout_seconds": seconds}
         ) from error

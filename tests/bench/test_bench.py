@@ -68,7 +68,7 @@ def test_an_empty_file_has_every_default_and_the_files_name(tmp_path: Path) -> N
         ("pipeline.wrold", "did you mean pipeline.world?"),
         ("world", "did you mean pipeline.world?"),
         ("workload.seeds", "did you mean measure.seeds?"),
-        ("zzz", "known: experiment, "),
+        ("zzz", "the fields are experiment, "),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(key: str, hint: str) -> None:

@@ -74,7 +74,7 @@ def test_errors_as_json() -> None:
             "exit_code": 2,
             "message": "25 steps cannot be split evenly over 7 ranks; the nearest step counts that "
             "can are 21 and 28",
-            "hint": "use --steps 21 or --steps 28, or --world 5, or --split alternating",
+            "hint": "use --steps 21 or --steps 28, or use --world 5, or use --split alternating",
             "field": "num_inference_steps",
             "details": {
                 **{"field": "num_inference_steps", "steps": 25},

@@ -199,7 +199,7 @@ REFUSED = [
     (
         f"run rocket.jpg --model demo {LAST}",
         2,
-        "family svd takes no --last-image\nhint: families that take one: wan, ltx_condition, ltx2",
+        "family svd takes no --last-image\nhint: these families take one: wan, ltx_condition, ltx2",
     ),
     (f"{ANIMATE} {POSE} {FACE} {LAST}", 2, "the family wan_animate takes no --last-image"),
     (f"run rocket.jpg --model wan {TWO} {LAST}", 2, "no --last-image: the model makes clips"),

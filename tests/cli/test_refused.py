@@ -40,7 +40,7 @@ RUN = [
     ("--dtype int8", "'--dtype': 'int8' is not one of 'fp32'"),
     ("--amp", "tool of training, where a GradScaler scales the loss"),
     ("--dtype amp", "tool of training, where a GradScaler scales the loss"),
-    ("--gpus=5 --steps 9", "or --gpus 3, or --split alternating"),
+    ("--gpus=5 --steps 9", "or use --gpus 3, or use --split alternating"),
     ("-o a.avi", "unsupported output format: -o a.avi (supported: .mp4, .gif, .webp)"),
     ("-o a.mp4 --format gif", "unsupported output format: -o a.mp4 (supported: .gif)"),
     ("-o a.mp4 --seeds 1-2", "would both get the name 'a'"),
@@ -62,8 +62,8 @@ SIMULATE = [
 VERIFY = [
     (f"--model dummy {PHOTO_}", "the dummy model takes no images"),
     ("a.json b.jpg", "'a.json' is a finished clip, but 'b.jpg' is not"),
-    ("a.json b.json --gpus 2 --fps 7", "not with --fps, --gpus"),
-    ("a.json --share-experts", "in its metadata, and not with --share-experts"),
+    ("a.json b.json --gpus 2 --fps 7", "and not with --fps, --gpus"),
+    ("a.json --share-experts", "and not with --share-experts"),
 ]
 TRACE = "--latent-shape 1 4 2 8 8 --trace file/t.json"
 OTHERS = [
@@ -94,13 +94,14 @@ OTHERS = [
     (
         f"run {PHOTO_}",
         2,
-        "on a CPU\nhint: --device cpu runs the model anyway; --model demo or demo-text",
+        "on a CPU\nhint: use --device cpu to run the model anyway, or use the small --model demo "
+        "or demo-text",
     ),
     (f"profile {_DEMO} --repeats 0", 2, "--repeats must be 1 or more, got 0"),
 ]
 BENCH = [
     ("", 2, "one configuration, got none\nhint: try: svdpp bench smoke"),
-    ("smoke --comapre a", 2, "no such option: --comapre"),
+    ("smoke --comapre a", 2, "no such option: --comapre\nhint: use --SECTION.FIELD=VALUE"),
     ("smoke --pipeline.world=3", 2, "4 steps"),
     ("smoke --precision=amp", 2, "tool of training, where a GradScaler scales the loss"),
     ("smoke --model.name=/absent", 5, "/absent"),

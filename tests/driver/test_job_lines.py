@@ -102,7 +102,7 @@ def test_a_line_has_a_last_image_of_its_own() -> None:
         "line 2, last_image: is missing"
     ]
     for defaults, hint in (
-        (SVD, "families that take one: wan, ltx_condition"),
+        (SVD, "these families take one: wan, ltx_condition"),
         (replace(WAN, last_image_reason="its denoiser embeds one"), "its denoiser embeds one"),
     ):
         file = JobFile("clips", Path(PHOTO).parent, "csv", f"last_image\n{name}")
@@ -154,7 +154,7 @@ def test_wrong_references_of_a_line_are_named(references: str, words: str) -> No
     assert words in error
     file = JobFile("clips", Path(PHOTO).parent, "jsonl", text)
     (refused,) = JobLineReader(SVD, file).read(file.lines())[1][-1:]
-    assert "families that take references: wan_vace, wan_vace_control, " in refused.hint
+    assert "these families take references: wan_vace, wan_vace_control, " in refused.hint
 
 
 def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:

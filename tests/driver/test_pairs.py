@@ -291,7 +291,7 @@ def test_what_a_model_cannot_share_is_refused(tmp_path: Path) -> None:
     whole = replace(chunks, sampling=replace(chunks.sampling, decode_chunk_size=None))
     with pytest.raises(RequestError, match="a clip of 5 frames has only 1") as caught:
         resolve_config(replace(whole, parallel=replace(PAIRED, decode_parallel_size=2)))
-    assert "`decode_ranks` 1 or fewer, or a smaller `decode_chunk_size`" in caught.value.hint
+    assert "`decode_ranks` 1 or fewer, or use a smaller `decode_chunk_size`" in caught.value.hint
     assert [
         resolve_config(each)[0].parallel.decode_parallel_size for each in (config, whole, chunks)
     ] == [1, 1, 2]

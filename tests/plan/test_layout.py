@@ -219,28 +219,28 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         (
             {"costs": CostModel(step_seconds=(1.0, 2.0))},
             "step_seconds has values for 2 ranks, but the run has 8",
-            "use `world_size` 2, or costs with one number for all ranks",
+            "use `world_size` 2, or use costs with one number for all ranks",
         ),
         (
             {"costs": CostModel(ranks_per_host=3)},
             "the number of ranks (8) is not a multiple of the number of ranks on each host (3)",
-            "use `hosts` 3x3, or another `world_size`",
+            "use `hosts` 3x3, or use another `world_size`",
         ),
         (
             {"num_steps": 25, "num_decoders": 2},
             EVENLY.format("25 steps", "7 stages; the nearest step counts that can are 21 and 28"),
-            "use `num_inference_steps` 21 or `num_inference_steps` 28, or `split` alternating",
+            "use `num_inference_steps` 21 or `num_inference_steps` 28, or use `split` alternating",
         ),
         (
             {"num_steps": 25},
             EVENLY.format("25 steps", "8 ranks; the nearest step counts that can are 24 and 32"),
-            "use `num_inference_steps` 24 or `num_inference_steps` 32, or `world_size` 5, "
-            "or `split` alternating",
+            "use `num_inference_steps` 24 or `num_inference_steps` 32, or use `world_size` 5, "
+            "or use `split` alternating",
         ),
         (
             {"num_steps": 4},
             EVENLY.format("4 steps", "8 ranks; the nearest step count that can is 8"),
-            "use `num_inference_steps` 8, or `world_size` 4, or `split` alternating",
+            "use `num_inference_steps` 8, or use `world_size` 4, or use `split` alternating",
         ),
         ({**WAN, "expert_boundary": 40}, BOUNDARY.format(40), ""),
         ({**WAN, "expert_boundary": 0, "data_parallel_size": 8}, BOUNDARY.format(0), ""),
@@ -249,7 +249,7 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
             {**WAN, "num_decoders": 4, "data_parallel_size": 2, "split": "alternating"},
             "`decoders` must be 1 to 3, got 4: all decoders hold the low-noise expert, so another "
             "rank must hold the high-noise expert",
-            "use `layout` data-parallel or `share_experts`: a rank can then hold both experts",
+            "use `layout` data-parallel, or use `share_experts`: a rank can then hold both experts",
         ),
     ],
     ids=str,

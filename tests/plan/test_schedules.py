@@ -283,7 +283,7 @@ def test_what_would_take_minutes_is_refused() -> None:
     assert caught.value.message == (
         "100000 clips on 4096 ranks in replicas of 4096 are too many to forecast"
     )
-    assert caught.value.hint == "use `clips` 512 or fewer, or replicas with fewer ranks"
+    assert caught.value.hint == "use `clips` 512 or fewer, or use replicas with fewer ranks"
 
 
 @pytest.mark.parametrize(

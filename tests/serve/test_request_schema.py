@@ -35,9 +35,9 @@ def refusal(**fields: Any) -> ApiError:
 
 def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> None:
     error = refusal(num_frames="80")
-    assert (error.status, error.hint) == (422, "nearest: frames 77 or frames 81")
+    assert (error.status, error.hint) == (422, "use frames 77 or frames 81")
     error = refusal(width="854", height="480")
-    assert (error.status, error.code, error.hint) == (422, "wrong_size", "nearest: 832x480")
+    assert (error.status, error.code, error.hint) == (422, "wrong_size", "use 832x480")
     for name, words in (
         ("extra_params", "a field of its own"),
         ("lora", "--lora"),

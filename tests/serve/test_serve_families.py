@@ -362,7 +362,7 @@ def test_a_last_image_is_taken_as_the_model_takes_it(use: Any) -> None:
     if use == "refused":
         with pytest.raises(ApiError, match="last_image is unknown") as caught:
             server.validate(both)
-        assert "families that take one: wan, ltx_condition, " in caught.value.hint
+        assert "these families take one: wan, ltx_condition, " in caught.value.hint
     else:
         assert server.sampling_of(server.validate(both)).has_last_image
     if use == "needed":
@@ -391,7 +391,7 @@ def test_references_are_a_list_of_files() -> None:
         server.validate({**first, "references": [image] * 9})
     with pytest.raises(ApiError, match="references is unknown") as caught:
         _wan(image_use="needed").validate({**first, "references": image})
-    assert caught.value.hint.startswith("families that take references: wan_vace, ")
+    assert caught.value.hint.startswith("these families take references: wan_vace, ")
     body = _request_body(server.request_model)["content"]["application/json"]["schema"]
     assert body["properties"]["references"]["items"]["contentEncoding"] == "base64"
 

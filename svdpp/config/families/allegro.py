@@ -69,7 +69,7 @@ def _check_covered(name: str, size: int, tile: int, shared: int) -> None:
         size == below,
         f"`{name}` must be {tile} plus a multiple of {step}, got {size}: the VAE decodes tiles of "
         f"{tile}, and leaves the rest black",
-        f"nearest: `{name}` {below} or `{name}` {below + step}",
+        f"use `{name}` {below} or `{name}` {below + step}",
         field=name,
         value=size,
         tile=tile,

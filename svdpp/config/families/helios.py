@@ -68,7 +68,7 @@ class HeliosBaseSampling(PromptedSampling):
         require(
             self.num_frames == _frames_of(chunks),
             f"`num_frames` must fill whole chunks, got {self.num_frames}",
-            f"nearest: `num_frames` {' or '.join(map(str, nearest))}",
+            f"use `num_frames` {' or '.join(map(str, nearest))}",
             frames=self.num_frames,
             nearest=nearest,
         )

@@ -100,7 +100,7 @@ def check_takes_last_image(family: str) -> None:
     if family not in LAST_IMAGE_FAMILIES:
         raise RequestError(
             f"the family {family} takes no `last_image`",
-            f"families that take one: {', '.join(LAST_IMAGE_FAMILIES)}",
+            f"these families take one: {', '.join(LAST_IMAGE_FAMILIES)}",
             details={"family": family, "known": list(LAST_IMAGE_FAMILIES)},
         )
 
@@ -123,7 +123,7 @@ def check_references(family: str, count: int) -> None:
     if count and not highest:
         raise RequestError(
             f"the family {family} takes no `references`",
-            f"families that take references: {', '.join(REFERENCE_FAMILIES)}",
+            f"these families take references: {', '.join(REFERENCE_FAMILIES)}",
             details={"family": family, "known": list(REFERENCE_FAMILIES)},
         )
     require(

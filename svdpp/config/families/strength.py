@@ -46,7 +46,7 @@ def check_strength(_: object, sampling: Any) -> None:
         total <= MAX_STEPS,
         f"`num_inference_steps` {sampling.num_inference_steps} with `strength`="
         f"{sampling.strength:g} needs a schedule of {total} steps, and the limit is {MAX_STEPS}",
-        "use fewer `num_inference_steps` or a higher strength",
+        "use fewer `num_inference_steps`, or use a higher strength",
         steps=sampling.num_inference_steps,
         all_steps=total,
         strength=sampling.strength,

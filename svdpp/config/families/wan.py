@@ -323,7 +323,7 @@ def check_first_timesteps(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
         RequestError: The first two timesteps are equal.
     """
     timesteps = checkpoint.timesteps(sampling).tolist()
-    lower_shift = " or a lower `flow_shift`" if hasattr(sampling, "flow_shift") else ""
+    lower_shift = ", or use a lower `flow_shift`" if hasattr(sampling, "flow_shift") else ""
     require(
         len(timesteps) == 1 or timesteps[0] != timesteps[1],
         f"the first two of {len(timesteps)} steps have the same timestep, {timesteps[0]}: "

@@ -344,7 +344,8 @@ def _load_module(
             raise
         raise OutOfMemoryError(
             f"{part} needs more memory than {device} has free",
-            "use `dtype` bf16 or fp16 (half the memory for weights), or fewer ranks on this device",
+            "use `dtype` bf16 or fp16 (half the memory for weights), or use fewer ranks on this "
+            "device",
             details={
                 "component": part,
                 "requested_bytes": _weight_bytes(checkpoint, part, dtype),

@@ -37,7 +37,7 @@ CASES = {
             ({"num_frames": 32}, "`num_frames` must be 24 plus a multiple of 16, got 32"),
             ({"num_frames": 8}, "`num_frames` must be 24 to 1024"),
             ({"height": 112}, f"`height` must be 128 plus a multiple of 8, got 112: {_BLACK}"),
-            ({"width": 144}, f"{_BLACK} ... nearest: `width` 128 or `width` 176"),
+            ({"width": 144}, f"{_BLACK} ... use `width` 128 or `width` 176"),
         ],
     )
 }

@@ -26,7 +26,7 @@ CASES = {
         refused=[
             ({"num_inference_steps": 3, "num_frames": 73}, "a multiple of 2, got 3"),
             ({"num_frames": 1}, "`num_frames` must be 37 to 1024"),
-            ({"num_frames": 38}, "nearest: `num_frames` 37 or `num_frames` 73"),
+            ({"num_frames": 38}, "use `num_frames` 37 or `num_frames` 73"),
         ],
     ),
     "framepack-last-image": Case(
