@@ -303,7 +303,7 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
 
 
 def _both(name: str, sent: TensorSpec, expected: TensorSpec) -> dict[str, Any]:
-    """Return the `details` of an error about a tensor: sent and expected shape, and so on."""
+    """Return an error's `details` about a tensor: shape, dtype, bytes, as sent and as expected."""
     details: dict[str, Any] = {"tensor": name}
     for side, spec in (("sent", sent), ("expected", expected)):
         details |= {

@@ -202,7 +202,9 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
 
 
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
-    """Raise a `RequestError` if a run's CUDA devices do not exist; create no CUDA context.
+    """Raise a `RequestError` if a run's CUDA devices do not exist.
+
+    The check creates no CUDA context.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.

@@ -1,6 +1,6 @@
-"""Rank and world size that a launcher (torchrun or srun) gives this process; imports no torch.
+"""Rank and world size that a launcher (torchrun or srun) gives this process.
 
-Only this module reads the environment variables of torchrun and Slurm.
+Only this module reads the environment variables of torchrun and Slurm. It does not import torch.
 """
 
 from __future__ import annotations

@@ -411,9 +411,9 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish cancellations that other servers began; remove old files and ended batches.
+        """Finish interrupted cancellations; remove old files, and failed or empty batches.
 
-        A server may have been killed while it cancelled the jobs of a batch.
+        A cancellation is interrupted if a server is killed while it cancels the jobs of a batch.
         """
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)

@@ -253,10 +253,9 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Make the store's latent checkpoints equal to the local ones of this server.
+        """Copy this server's new latent checkpoints to the store, and delete old ones there.
 
-        New local checkpoints are copied to the store. Checkpoints whose local file has been removed
-        are deleted from the store.
+        A checkpoint in the store is old if this server no longer has a local file of it.
 
         Raises:
             StorageUnavailableError: The store does not answer.

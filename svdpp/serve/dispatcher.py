@@ -112,7 +112,8 @@ class Dispatcher:
 
         Args:
             claims: Lost claims, each as (job id, fencing token). The token is the value that
-                `Job.fencing_token` had after the claim: 1 for the job's first claim, and so on.
+                `Job.fencing_token` had after the claim: 1 for the job's first claim, and so on. It
+                is 0 if the queue is not shared.
         """
         for id, token in claims:
             clip = self.get(id)

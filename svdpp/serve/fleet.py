@@ -86,10 +86,10 @@ class _WorkRates:
         return seconds * _volume(sampling)
 
     def remaining_of(self, clip: RunningClip) -> float:
-        """Return the seconds of work that remain for a running clip, to a fraction of a step.
+        """Return the estimated seconds until a running clip is finished.
 
-        The time since the last finished step counts as work on the next step, but never as more
-        than the time of one step.
+        The seconds of work that remain are reduced by the time since the clip's last progress, but
+        at most by the time of the next step (after the last step: of decoding and writing).
         """
         sampling, done = clip.job.sampling, clip.progress.steps_done
         left = self.remaining(sampling, done)
@@ -225,11 +225,12 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the estimated seconds until the first rank of the pipeline can begin a clip.
+        """Return the estimated seconds until the pipeline's first rank can begin another clip.
 
         Args:
             rates: Seconds of work per pixel.
-            latest: Clip that the first rank began last, and has to pass on before.
+            latest: Clip that the ranks began last. The first rank has to finish its part of this
+                clip before it begins another clip.
         """
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)

@@ -187,7 +187,7 @@ class Metrics(Collector):
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:
-        """Count a verification by its result; remember for a gauge if the two clips differ."""
+        """Count a verification by its result; `different` also sets the mismatch gauge to 1."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
