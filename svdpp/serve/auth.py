@@ -30,7 +30,7 @@ _NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" creates a secret'
 
 @dataclass(frozen=True)
 class Owner:
-    """Owner of jobs, identified by the name of an API key; empty if the server has no API keys."""
+    """Owner of jobs, identified by the name of an API key. Without API keys, the name is empty."""
 
     name: str = ""
     max_open: int | None = None
