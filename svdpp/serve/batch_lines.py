@@ -84,8 +84,8 @@ class LineFaults:
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # An error with several faults has only one hint, which is about a field that does not
-            # exist. So only faults whose reason contains "unknown" get the hint.
+            # An error has one hint for all of its faults. If a request has several faults, the hint
+            # is about an unknown field, so faults with another reason get no hint.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
