@@ -73,7 +73,7 @@ class Packet:
 
     Args:
         clip: Index of the clip.
-        next_step: Number of finished steps of the clip.
+        next_step: Index of the step that comes next, which is the number of finished steps.
         begun_at: Time at which the clip's encode began, in seconds on the monotonic clock of the
             machine that holds the packet. A wall clock is not used, because it may be set back
             while a clip is made.
@@ -81,7 +81,8 @@ class Packet:
         tombstone: Whether the clip has failed or was cancelled. The packet then has no tensors, but
             is still sent, because later ranks wait for it.
         memory_pressure: Whether a rank that worked on the clip has run short of GPU memory, during
-            this clip or earlier. cuDNN may then have chosen another kernel, which gives other bits.
+            this clip or earlier. cuDNN may then have chosen a kernel that needs less memory, so the
+            clip may not be bitwise reproducible.
         compute_seconds: Seconds of encode, steps and decode so far, summed over all ranks. If the
             clip was resumed, the seconds of the earlier run are included.
     """
@@ -205,7 +206,8 @@ class PacketMetadata:
 
         Args:
             clip: Index of the clip that the receiver expects.
-            next_step: Number of finished steps that the receiver expects.
+            next_step: Number of finished steps that the receiver expects. It is also the index of
+                the step that comes next.
             num_bytes: Number of bytes of the payload, according to the header.
             known: Specs of some tensors that the packet must have, unless it is a tombstone (a
                 packet without tensors, of a failed or cancelled clip).
@@ -233,7 +235,8 @@ class PacketMetadata:
         The tensors are copied from the payload, because views of the payload could be misaligned.
 
         Args:
-            payload: Payload as uint8 of shape (bytes,), with as many bytes as `check` was given.
+            payload: Payload as uint8 of shape (n,), where n is the `num_bytes` that was passed to
+                `check`.
         """
         rest = self._in_host_memory
         host = torch.frombuffer(bytearray(rest), dtype=torch.uint8) if rest else payload[:0]
@@ -300,7 +303,7 @@ def check_tensors(sent: Specs, expected: Specs, *, others: bool = False) -> None
 
 
 def _both(name: str, sent: TensorSpec, expected: TensorSpec) -> dict[str, Any]:
-    """Return the `details` of an error about a tensor: shape, dtype and size, sent and expected."""
+    """Return an error's `details` about a tensor: shape, dtype, bytes, as sent and as expected."""
     details: dict[str, Any] = {"tensor": name}
     for side, spec in (("sent", sent), ("expected", expected)):
         details |= {

@@ -57,7 +57,7 @@ _Result = TypeVar("_Result")
 #: shorter timeout, gloo would close the connection to a rank that computes for that long.
 GROUP_TIMEOUT = timedelta(days=7)
 
-# Clip index in the packets that open links; no real clip has this index.
+# Clip index in the small packets by which `Transport.connect` opens links. No real clip has it.
 _HELLO_CLIP = 2**64 - 1
 
 # Pattern for NCCL's messages about CUDA errors, such as "Cuda failure 2 'out of memory'".
@@ -78,16 +78,17 @@ class Transfer(NamedTuple):
     direction: Direction
     clip: int
     next_step: int
-    """Number of finished steps of the clip."""
+    """Index of the clip's next step, which is the number of its finished steps."""
     peer: int
     """Rank at the other end of the link."""
     num_bytes: int
     """Number of bytes of the packet's payload."""
     seconds: float
-    """Seconds from the arrival of the header until the end of the transfer."""
+    """Seconds of the transfer. It begins when the header has arrived, so that the time in which one
+    rank waits for the other is left out."""
     waited: float
-    """Seconds that the sender waited until the receiver took the header; 0 if the receiver has
-    measured the transfer."""
+    """Seconds that the sender waited before the transfer, until the receiver took the header. 0 if
+    the receiver measured the transfer."""
     end: float
     """End of the transfer, in seconds on the host's monotonic clock."""
 
@@ -136,7 +137,7 @@ class Transport:
         links: Mapping[Channel, Iterable[Iterable[tuple[int, int]]]],
         on_connecting: Callable[[int], None] | None = None,
     ) -> None:
-        """Open this rank's links to other ranks, by a small packet on each link.
+        """Open this rank's links to other ranks, by sending a small packet over each link.
 
         The first NCCL message between two ranks creates a communicator, and blocks until both ranks
         have called NCCL (pytorch/pytorch#108378). To avoid a deadlock, all ranks open the links in
@@ -185,7 +186,8 @@ class Transport:
 
         Args:
             clip: Index of the clip that the packet must have.
-            next_step: Number of finished steps that the packet must have.
+            next_step: Number of finished steps that the packet must have. It is also the index of
+                the step that comes next.
             peer: Rank that sends the packet.
             channel: Channel of the link.
             known: Specs of some tensors that the packet must have, which are compared with the

@@ -131,10 +131,11 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
     gc.enable()
 
     def end() -> None:
-        """Wait for the end of the process that started this fork server; end ranks and server.
+        """Exit this fork server. If its starter ends within a second, kill the ranks first.
 
-        This function runs at the server's normal exit, which begins when that process and all ranks
-        have closed their ends of multiprocessing's pipe to the server.
+        This function runs at the server's normal exit, which begins when the starter (the process
+        that started the server) and all ranks have closed their ends of multiprocessing's pipe to
+        the server.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
         # The parent is checked repeatedly, because an ending process closes its pipes a moment

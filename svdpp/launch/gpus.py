@@ -1,4 +1,4 @@
-"""GPUs that this process can use, read with NVML instead of CUDA, and free host memory.
+"""Queries of this machine's hardware: GPUs (by NVML, not by CUDA) and available host memory.
 
 `torch.cuda` is not used, because it would create a CUDA context of about 0.5 GB on every GPU, and
 processes that are forked afterwards could not use CUDA.

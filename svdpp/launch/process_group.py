@@ -30,7 +30,7 @@ _stores: dict[tuple[World, str, int], dist.Store] = {}
 def choose_backend(
     device: str, world_size: int, environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return the backend of the process group: PIPELINE_BACKEND, or nccl or gloo by device.
+    """Return the backend of the process group: PIPELINE_BACKEND, or a default for the device.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N` (all ranks share one GPU).
@@ -38,11 +38,11 @@ def choose_backend(
         environment: Environment variables; PIPELINE_BACKEND is read.
 
     Returns:
-        `nccl` or `gloo`. By default `nccl` if each rank has its own GPU, else `gloo`.
+        `nccl` or `gloo`. The default is `nccl` if each rank has its own GPU, else `gloo`.
 
     Raises:
-        RequestError: PIPELINE_BACKEND has another value, or NCCL cannot join ranks on that
-            device.
+        RequestError: PIPELINE_BACKEND is neither `nccl` nor `gloo`, or it is `nccl` and the ranks
+            use the CPU or share one GPU.
     """
     own_device = device == "cuda"
     backend = environment.get("PIPELINE_BACKEND") or ("nccl" if own_device else "gloo")
@@ -76,7 +76,7 @@ def device_of_rank(device: str, world: World) -> str:
 
 
 def join_file_store(world: World, backend: str, store_file: Path) -> None:
-    """Join the process group (`torch.distributed`) of ranks on this machine, by a file store.
+    """Join the process group (`torch.distributed`) of ranks on this machine through a file store.
 
     torch's TCP store is not used, because it would listen on every network interface.
 
@@ -202,13 +202,15 @@ def destroy(timeout: float = _LEAVE_SECONDS) -> None:
 
 
 def check_devices(device: str, local_size: int, *, launched: bool = False) -> None:
-    """Raise a `RequestError` if a run's CUDA devices do not exist; create no CUDA context.
+    """Raise a `RequestError` if a run's CUDA devices do not exist.
+
+    The check creates no CUDA context.
 
     Args:
         device: `cpu`, `cuda` (each rank has its own GPU) or `cuda:N`.
         local_size: Number of ranks on this host.
-        launched: Whether a launcher started the ranks. A launcher may make only one GPU visible to
-            each rank.
+        launched: Whether a launcher started the ranks. It may have made one GPU visible to each
+            rank, so one visible GPU is then enough for `cuda`.
 
     Raises:
         RequestError: The machine has too few CUDA devices.

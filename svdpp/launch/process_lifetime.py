@@ -46,7 +46,7 @@ _making_folder = threading.Lock()
 # need the folder while the interrupted code holds the lock.
 _choosing_folder = threading.RLock()
 # Largest length of the temporary folder's path, in bytes. The path of a Unix socket has at most 107
-# bytes (unix(7)), and multiprocessing appends a name of the form below to the folder.
+# bytes (unix(7)), including the folder and file name that multiprocessing appends to this path.
 _MAX_TEMP_DIR_BYTES = 107 - len("/pymp-xxxxxxxx/listener-xxxxxxxx")
 _SHORT_TEMP_DIRS = ("/tmp", "/var/tmp", "/dev/shm")
 
@@ -109,7 +109,8 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        # torchrun itself sets the variable to 1, so this value need not come from the user.
+        # torchrun sets the variable to 1. This value does not show what the user wants, so it is
+        # replaced by svdpp's value.
         existing.discard(_NCCL_ERRORS)
     return {name: value for name, value in values.items() if name not in existing}
 
@@ -253,8 +254,9 @@ def kill_descendants() -> None:
 def exit_on_signals(end: Callable[[int], NoReturn]) -> None:
     """Make INT, TERM and HUP end this process immediately. Call this once, in the main thread.
 
-    `end` is called in a thread. Python would run signal handlers only between bytecodes of the main
-    thread, and the main thread may be in a library call that waits for another host forever.
+    `end` is called in a separate thread and not by a signal handler. Python runs signal handlers
+    only between bytecodes of the main thread, and the main thread may be in a library call that
+    waits for another host forever.
 
     Args:
         end: Function that gets the number of the signal, and ends the process.

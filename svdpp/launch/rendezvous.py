@@ -291,7 +291,10 @@ def _to_connection(connected: socket.socket, peer_timeout: float) -> Connection:
 
 @contextlib.contextmanager
 def _handshake_deadline(connection: Connection) -> Iterator[None]:
-    """Limit the time of each read from a connecting process, which may never send data."""
+    """In the `with` block, raise an error if a read from the connection takes too long.
+
+    A process that connects may never send data.
+    """
     with socket.socket(fileno=os.dup(connection.fileno())) as view:
         option = socket.SOL_SOCKET, socket.SO_RCVTIMEO
         view.setsockopt(*option, struct.pack("ll", _HANDSHAKE_SECONDS, 0))

@@ -21,7 +21,8 @@ from svdpp.errors import RankError
 from svdpp.launch import process_lifetime
 
 _POLL_SECONDS = 0.1
-#: Texts in the command lines of the fork server, and of processes that multiprocessing has spawned.
+#: Texts by which child processes are recognised: the first is in the command line of the fork
+#: server, the second in those of processes that multiprocessing has spawned.
 _FORK_SERVER, _SPAWNED = b"multiprocessing.forkserver", b"multiprocessing.spawn"
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 #: Message of CPython's RuntimeError when a thread cannot be started.

@@ -29,15 +29,16 @@ from svdpp.launch.world import World
 
 #: Hint for a user's program without the `__main__` guard that multiprocessing needs.
 MAIN_GUARD_HINT = 'save it to a file, and put its main code under `if __name__ == "__main__":`'
-#: First bytes of the messages to launched ranks that begin and end a run. JSON with the reason
-#: follows END. All other messages are commands: JSON objects, which begin with a brace.
+#: First bytes of two messages to a rank that a launcher started: BEGIN begins the run, and END ends
+#: it. JSON with the reason follows END. All other messages are commands: JSON objects, which begin
+#: with a brace.
 BEGIN, END = b"!", b"."
 
 _GRACE_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 _TAIL_CHARS = 4000
-# Size of a rank's output file at which the output so far is moved to another file, because the
-# ranks of a server run for weeks.
+# Size of a rank's output file at which the file is renamed, and a new one is begun. Only the latest
+# renamed file is kept, so the output of a server that runs for weeks does not fill the disk.
 _MAX_OUTPUT_BYTES = 2**20
 _OUTPUT_CHECK_SECONDS = 1.0
 
@@ -151,8 +152,8 @@ class WorkerHandle(NamedTuple):
     local_rank: int
     channel: QueuedChannel
     process: Any = None
-    """Process of the rank, or an object with an attribute `exitcode`. None: a launcher owns the
-    process."""
+    """Process of the rank. If the rank runs in a thread of the parent, an object with an attribute
+    `exitcode` instead. None: a launcher started the rank in another process."""
 
 
 class WorkerGroup:
@@ -483,7 +484,8 @@ class _StartArguments(NamedTuple):
     backend: str
     folder: Path
     ends_with_thread: bool
-    """Whether the kernel may kill the rank when the thread that started it ends."""
+    """Whether the kernel kills the rank when the parent's thread that started the rank ends. False:
+    the rank ends only when the whole parent process ends."""
     ignores_signals: bool
 
 

@@ -1,6 +1,6 @@
-"""Rank and world size that a launcher (torchrun or srun) gives this process; imports no torch.
+"""Rank and world size that a launcher (torchrun or srun) gives this process.
 
-Only this module reads the environment variables of torchrun and Slurm.
+Only this module reads the environment variables of torchrun and Slurm. It does not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class World:
 
     rank: int
     local_rank: int
-    """Index of the rank among the ranks of its host, from 0; also the index of the rank's GPU."""
+    """Index of the rank among the ranks of its host, from 0. It is also the index of the rank's
+    GPU, unless the launcher has made only one GPU visible to each rank."""
     size: int
     """Number of ranks on all hosts."""
     local_size: int
@@ -38,7 +39,8 @@ class World:
     """Index of the rank's host, from 0."""
     num_hosts: int = 1
     is_even: bool = True
-    """Whether all hosts have the same number of ranks, as far as the launcher tells."""
+    """Whether all hosts have the same number of ranks. True if the launcher does not tell the
+    number of each host."""
     launcher: Literal["torchrun", "slurm"] | None = None
     """Launcher that started the process; None: svdpp itself started it."""
     restarts: int = 0

@@ -21,8 +21,8 @@ from svdpp.serve.files import clip_name
 from svdpp.serve.job import JobState
 from svdpp.serve.service import Service
 
-#: Maximum number of clips in an archive. It limits memory, because the zip's directory and the
-#: lines of `CLIPS_FILE` are kept in memory until the archive is complete.
+#: Maximum number of clips in an archive. It limits memory, because the zip's list of members
+#: and the lines of `CLIPS_FILE` are kept in memory until the archive is complete.
 MAX_CLIPS = 10_000
 #: Name of the file in the archive with the metadata of each clip, one JSON object a line.
 CLIPS_FILE = "clips.jsonl"
@@ -142,8 +142,8 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # `CLIPS_FILE` still lists a clip whose file was removed. But if the file is missing
-            # because the disk is not mounted, `check` raises an error.
+            # Either the clip's file was removed: then the clip is only listed in `CLIPS_FILE`. Or
+            # the disk is not mounted: then `check` raises an error.
             service.queue.store.check()
         else:
             name = _unique_name(clip_name(job), names)

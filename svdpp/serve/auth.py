@@ -30,7 +30,7 @@ _NEW_SECRET = 'echo "whsec_$(openssl rand -base64 32)" creates a secret'
 
 @dataclass(frozen=True)
 class Owner:
-    """Owner of jobs, identified by the name of an API key; the name is empty without API keys."""
+    """Owner of jobs, identified by the name of an API key. Without API keys, the name is empty."""
 
     name: str = ""
     max_open: int | None = None
@@ -136,11 +136,11 @@ def add_key(path: Path, name: str) -> str:
 
 
 def read_keys(path: Path) -> Keys:
-    """Return the owners of the API keys in a file. Each line is `NAME HASH`, perhaps with `open=N`.
+    """Return the owners of the API keys in a file, by the hash of the key.
 
-    A name may have several keys, and so several lines. The last `open=N`, which sets
-    `Owner.max_open`, applies to all keys of the name. Error messages do not quote lines, because a
-    line may contain a key.
+    Each line is `NAME HASH` or `NAME HASH open=N`. A name may have several keys, and so several
+    lines. The last `open=N`, which sets `Owner.max_open`, applies to all keys of the name. Error
+    messages do not quote lines, because a line may contain a key.
 
     Raises:
         RequestError: The mode of the file gives access to other users.
@@ -157,7 +157,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Read the secrets for signing webhooks; each line of the file is `whsec_` and base64.
+    """Read the secrets for signing webhooks; one secret a line: `whsec_`, then base64.
 
     Raises:
         RequestError: The mode of the file gives access to other users.

@@ -14,7 +14,7 @@ from svdpp.serve.schemas import ApiError
 from svdpp.serve.sqlite import BackendUnavailableError
 from svdpp.serve.uploads import UploadStore, sanitize_filename
 
-#: Maximum bytes of all files that one API key stores at the same time.
+#: Maximum total size in bytes of the files that are stored for one API key.
 MAX_FILE_BYTES_PER_KEY = 2**30
 
 

@@ -84,8 +84,8 @@ class LineFaults:
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # An error has only one hint, even if it has several faults. Then the hint is about the
-            # fault of an unknown field, so other faults get no hint.
+            # An error has one hint for all of its faults. If a request has several faults, the hint
+            # is about an unknown field, so faults with another reason get no hint.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -149,7 +149,7 @@ class BatchLineReader:
         Args:
             source: Open file with the lines.
             owner: Owner of the lines.
-            seed_key: Text that is the same for all lines. The seed of a line that names none is
+            seed_key: Text that is the same for all lines. If a line gives no seed, its seed is
                 derived from this text and the line's `custom_id`.
             loras: SHA-256 of LoRAs by name, as recorded when the batch was accepted. They take
                 precedence over the LoRAs that the servers have now.
@@ -201,7 +201,8 @@ def take_lines(lines: Iterator[CheckedLine], most: int) -> list[CheckedLine]:
 def _read_lines(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """Yield the number and the bytes of each line of a batch's file, except empty lines.
 
-    A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes: `_parse_line` reports it.
+    A line that is too long is truncated to `MAX_JSON_BYTES + 1` bytes, so that it does not fill the
+    memory, and `_parse_line` still finds that it is too long.
     """
     source.seek(0)
     number = 0

@@ -29,7 +29,7 @@ class BatchState(StrEnum):
     VALIDATING = "validating"
     """State until all lines have been checked and have become jobs."""
     IN_PROGRESS = "in_progress"
-    """State after all lines have become jobs. The jobs may have any state."""
+    """State after all lines have become jobs, even when all of these jobs have ended."""
     FAILED = "failed"
     """State of a batch with a fault in a line. No further line becomes a job."""
 
@@ -148,8 +148,9 @@ _FAIL = """
 UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
 WHERE id = ? AND state = 'validating' RETURNING id
 """
-# Removes failed batches, and batches without jobs: their jobs have all been removed by DELETE or
-# because of their age, or the batch was cancelled before a line became a job.
+# Removes failed batches, and batches that no longer have jobs or never had any. Jobs are removed at
+# the request of their owner, or because of their age. A batch never has jobs if it was cancelled
+# before a line became a job.
 _REMOVE_ENDED = """
 DELETE FROM batches WHERE failed_at < ?
     OR ((state = 'in_progress' OR cancelled_at < ?)
@@ -393,7 +394,9 @@ class BatchTable:
         return self._batches(f"{where} ORDER BY created_at, id", model_key)
 
     def counts(self, ids: Sequence[str]) -> dict[str, BatchCounts]:
-        """Return each batch's number of jobs in each state, by batch id, without removed clips.
+        """Return each batch's number of jobs in each state, by batch id.
+
+        Jobs that their owner has removed are not counted.
 
         Args:
             ids: Ids of the batches.

@@ -219,7 +219,7 @@ class Batches:
         return batch
 
     def cancel(self, id: str, owner: Owner) -> Batch:
-        """Cancel the unfinished clips of a batch, unless it has ended; return the batch.
+        """Cancel the unfinished clips of a batch, if there are any; return the batch.
 
         Raises:
             ApiError: The owner has no such batch.
@@ -366,7 +366,7 @@ class Batches:
                 try:
                     jobs = list(self._jobs(some, batch, uploads, decoded, faults))
                     if faults.total or not self.table.add_lines(batch, jobs, until=until):
-                        return  # the batch was cancelled, or another server has stored the lines
+                        return  # a line has a fault, or the batch has changed since it was read
                 except BackendUnavailableError:
                     # The images are kept, because the database may have stored the jobs before the
                     # failure.
@@ -396,8 +396,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._request_files.save(line.request, line.job, uploads, decoded)
-            # The images were checked before, perhaps by an earlier server process. But one image
-            # can no longer be decoded.
+            # An image passed the earlier check, but can no longer be decoded (the check may have
+            # run in an earlier server process). The fault makes the batch fail.
             except SvdppError as error:
                 faults.add(line.number, line.custom_id, line_fault(error))
                 return
@@ -411,7 +411,10 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish cancellations that killed servers began; remove old files and empty batches."""
+        """Finish interrupted cancellations; remove old files, and failed or empty batches.
+
+        A cancellation is interrupted if a server is killed while it cancels the jobs of a batch.
+        """
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
         before = -math.inf

@@ -30,8 +30,8 @@ from svdpp.worker.routes import resolve_clip_config
 
 # Maximum number of results in each of the two caches of `Admission`.
 _MAX_SHAPES = 256
-# Seconds that a job waits for its large image beyond the estimated time of preparing the image. If
-# the image is not prepared by then, the job is submitted like any other job.
+# Seconds by which the preparation of a large image may exceed its estimated time. After that, the
+# job of the image is submitted anyway, like a job whose image is not prepared in advance.
 _PREPARE_SECONDS = 60.0
 
 
@@ -175,8 +175,8 @@ class RunningClip:
     ranks_left: int = 0
     """Number of ranks that have not prepared the clip's large image yet."""
     prepared_at: float = 0.0
-    """Monotonic time at which the ranks should have prepared the clip's large image. It is
-    estimated from the time that the latest large image took."""
+    """Monotonic time at which the clip's large image will probably be prepared, estimated from the
+    time that the latest large image took."""
 
     @property
     def is_prepared(self) -> bool:
@@ -217,7 +217,8 @@ class RequestBuilder:
         self._loras = LoraCatalog(checkpoint)
         self.folder = store.folder
         self.latents_folder = self.folder / LATENTS_FOLDER
-        # Latent checkpoints of this server's jobs in the store: key and number of finished steps.
+        # Latent checkpoints that the store has for this server's jobs. Each is a tuple: key of the
+        # job's checkpoints, number of finished steps.
         self._published_latents: set[tuple[str, int]] = set()
 
     def __call__(self, job: Job) -> RunningClip:
@@ -252,7 +253,9 @@ class RequestBuilder:
             tensor_files.remove_checkpoints(self.latents_folder, key)
 
     def publish_latents(self) -> None:
-        """Copy new latent checkpoints to the store; delete stored ones without a local file.
+        """Copy this server's new latent checkpoints to the store, and delete old ones there.
+
+        A checkpoint in the store is old if this server no longer has a local file of it.
 
         Raises:
             StorageUnavailableError: The store does not answer.

@@ -1,7 +1,7 @@
 """Unix clock that ignores jumps of the machine's clock, and a check that two clocks agree.
 
-Files and jobs are deleted because of their age. If the machine's clock jumped ahead, or was ahead
-of the database's clock, all files and jobs would look old, and would be deleted.
+Files and jobs are deleted because of their age. Without these precautions, all files and jobs would
+look old and be deleted if the machine's clock jumped ahead, or was ahead of the database's clock.
 """
 
 from __future__ import annotations

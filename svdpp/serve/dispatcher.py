@@ -30,8 +30,8 @@ _T = TypeVar("_T")
 MAX_ATTEMPTS = 2
 
 _RETRY_SECONDS = 1.0
-# Number of latest clips whose jobs are remembered. It is far larger than the number of clips that
-# the ranks make at the same time.
+# Number of latest clips whose jobs are remembered, because ranks may still report events of clips
+# that have just ended. It is far larger than the number of clips that the ranks make at one time.
 _MAX_RECENT_JOBS = 1000
 # Assumed seconds per pixel to prepare an image, until a time is measured.
 _SECONDS_PER_PIXEL = 6e-8
@@ -111,8 +111,9 @@ class Dispatcher:
         """Cancel the clips of jobs whose claims this server has lost.
 
         Args:
-            claims: Lost claims, each as (job id, fencing token). The token is the number of the
-                claim among the job's claims; see `queue`.
+            claims: Lost claims, each as (job id, fencing token). The token is the value that
+                `Job.fencing_token` had after the claim: 1 for the job's first claim, and so on. It
+                is 0 if the queue is not shared.
         """
         for id, token in claims:
             clip = self.get(id)
@@ -158,7 +159,7 @@ class Dispatcher:
         return preparing if is_preparing else self._clips.get(job_id)
 
     def steps_done(self, job_id: str) -> int:
-        """Return the number of a job's finished denoising steps; 0 if the ranks lack the clip."""
+        """Return the number of a job's finished denoising steps; 0 if its clip is not running."""
         clip = self.get(job_id)
         return 0 if clip is None else clip.progress.steps_done
 
@@ -189,8 +190,8 @@ class Dispatcher:
             and not self._queue.store.unavailable_reason
             and self._seconds_left() == math.inf
             and self.num_free_slots > 0
-            # While a clip of a lost claim still runs, this server could claim the same job again,
-            # and make the clip twice.
+            # While a clip still runs whose claim this server has lost, the server could claim the
+            # same job again, and make the clip twice.
             and not any(clip.is_revoked for clip in self.clips())
         )
 
@@ -305,7 +306,7 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Queue a finished clip for `record_results`, and wake the engine's thread.
+        """Queue a clip that has ended in any way for `record_results`; wake the engine's thread.
 
         The pipeline's thread calls this method.
         """
@@ -328,7 +329,7 @@ class Dispatcher:
                 clip.handle.cancel()
 
     def record_results(self) -> None:
-        """Record in the queue which clips the pipeline has finished, failed or dropped."""
+        """Record in the queue the clips that are completed, have failed, or were cancelled."""
         while self._done:
             self._record_result(*self._done[0])
             self._done.popleft()
@@ -363,7 +364,7 @@ class Dispatcher:
             self._fail_or_requeue(clip.job, error)
 
     def _fail_or_requeue(self, job: Job, error: BaseException) -> None:
-        """Set a job to failed, or requeue it if its files may only be unreachable for a moment."""
+        """Requeue a job if the error may be a short failure of the disk; else set it to failed."""
         if not self._queue.store.is_mounted:
             logger.warning("{} is made again once its files can be read: {}", job.id, error)
             self._requeue(job)

@@ -373,7 +373,7 @@ class RankMonitor:
         return [RankSpan(rank, job, kind, start + ahead, end + ahead)]
 
     def clip_of(self, rank: int) -> int | None:
-        """Return the index of the clip that a rank last reported; None: it reported no action."""
+        """Return the index of the clip in a rank's last report; None: the report has no action."""
         with self._lock:
             action = self._ranks[rank].action if rank < len(self._ranks) else None
         return None if action is None else action.clip

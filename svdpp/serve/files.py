@@ -115,8 +115,8 @@ def input_name(job: Job, path: Path) -> str:
     """Return the readable file name of a job's input file for downloads, such as `chelsea.png`.
 
     The image gets the client's name, such as `chelsea.png`. A further input file gets the name of
-    its request field, such as `control_video.mp4`. The suffix depends on the first bytes of the
-    file, because the stored file is named `ID.control_video`.
+    its request field, such as `control_video.mp4`. The suffix is found from the first bytes of the
+    file, because the stored file has none: it is named `ID.control_video`.
 
     Args:
         job: Job with the input file.

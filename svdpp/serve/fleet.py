@@ -41,8 +41,9 @@ _LISTEN_SECONDS = 0.5
 # Mean number of free servers that a new job wakes in a large fleet. If none of the woken servers
 # claims the job, the job waits until a free server next polls the queue.
 _MAX_WOKEN = 16
-# Mean number of servers in a large fleet that read the list of servers, and requeue jobs with
-# expired claims, at each renewal. The other servers skip this work, to limit the database's load.
+# Mean number of servers in a large fleet that, after they have renewed their claims, also read the
+# list of servers and requeue jobs with expired claims. The other servers skip this until their next
+# renewal, to limit the database's load.
 _MAX_REFRESHING = 64
 # Numbers of latest measurements from which ETAs are computed: the first for encoding, decoding and
 # writing, the second for denoising steps. The numbers are small, so that ETAs soon follow a change
@@ -85,9 +86,10 @@ class _WorkRates:
         return seconds * _volume(sampling)
 
     def remaining_of(self, clip: RunningClip) -> float:
-        """Return the remaining seconds of a running clip, minus the time since its last progress.
+        """Return the estimated seconds until a running clip is finished.
 
-        At most the time of one step is subtracted.
+        The seconds of work that remain are reduced by the time since the clip's last progress, but
+        at most by the time of the next step (after the last step: of decoding and writing).
         """
         sampling, done = clip.job.sampling, clip.progress.steps_done
         left = self.remaining(sampling, done)
@@ -130,7 +132,7 @@ class EtaEstimator:
         self._latest: dict[str, Estimate] = {}
 
     def __call__(self, rank: int, event: Event) -> None:
-        """Record the duration of a step, an action or a file's write from a rank's event."""
+        """Record how long a step, an action or writing a clip's file took, from a rank's event."""
         match event:
             case StepDone():
                 self._add("step", event.clip, event.seconds)
@@ -223,11 +225,12 @@ class EtaEstimator:
         return sum(seconds.values()) / most
 
     def _until_free(self, rates: _WorkRates, latest: RunningClip) -> float:
-        """Return the estimated seconds until the first rank is free for another clip.
+        """Return the estimated seconds until the pipeline's first rank can begin another clip.
 
         Args:
             rates: Seconds of work per pixel.
-            latest: Clip that the ranks began last.
+            latest: Clip that the ranks began last. The first rank has to finish its part of this
+                clip before it begins another clip.
         """
         of_others = rates.remaining(latest.job.sampling) * (1 - 1 / self._num_ranks)
         return max(0.0, rates.remaining_of(latest) - of_others)
@@ -259,7 +262,7 @@ class EtaEstimator:
 
 
 def _volume(sampling: SamplingConfig) -> int:
-    """Return the amount of work in a clip for ETAs: its number of pixels, doubled for guidance."""
+    """Return the amount of work in a clip for ETAs: its number of pixels, times two with CFG."""
     return sampling.height * sampling.width * sampling.frames * (2 if sampling.uses_guidance else 1)
 
 
@@ -319,8 +322,8 @@ class Fleet:
         """Return the SHA-256 of each LoRA that a request may name, by name.
 
         A request may name this server's LoRAs, and those of other live servers with the same model.
-        A name of this server has one hash: that of this server's file. Another name has several
-        hashes if the other servers have different files.
+        If this server has a LoRA of that name, the only hash is that of this server's file. A name
+        that only other servers have gets several hashes if their files differ.
         """
         found: dict[str, set[str]] = {}
         for other in self.peers_for(self._queue.model_key):

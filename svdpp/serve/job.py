@@ -65,7 +65,7 @@ class Job:
         fencing_token: Number of times that servers have claimed the job; always 0 in a queue that
             is not shared.
         step: Number of finished denoising steps in the last report of the job's server.
-        attempts: Number of times that ranks died while they made the clip.
+        attempts: Number of failed attempts. An attempt fails if ranks die while they make the clip.
         remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
             hidden from clients, and removed once it has ended.
         promised_seconds: ETA in the response to the request, in seconds after `created_at`.
@@ -125,7 +125,7 @@ class Job:
 
     @property
     def model_key(self) -> str:
-        """Key of the job's model and its weights, which a server must have to make the job."""
+        """Identity of the job's model and weights. Only servers with the same key make the job."""
         return self.weights or self.model
 
     @property
@@ -174,7 +174,7 @@ _COLUMN_NAMES = {
     "verification_reason": "proof_reason",
 }
 _JSON_FIELDS = ("error", "metadata", "further_inputs", "remarks")
-#: Fields of `Job` that have a column.
+#: Fields of `Job` that have a column of their own. `loras` is stored in the column `sampling`.
 _FIELDS = tuple(field.name for field in fields(Job) if field.name != "loras")
 #: Names of the columns of a job's row, in the order of `_FIELDS`.
 COLUMNS = tuple(_COLUMN_NAMES.get(name, name) for name in _FIELDS)
@@ -355,7 +355,7 @@ ALTER TABLE jobs ADD COLUMN remove_asked BOOLEAN NOT NULL DEFAULT false;
 CREATE INDEX jobs_to_remove ON jobs (id) WHERE remove_asked;
 """,
     10: "ALTER TABLE jobs ADD COLUMN remarks TEXT NOT NULL DEFAULT '[]';\n",
-    # Batches. The values of `batches.state` are those of `BatchState`.
+    # Tables and columns for batches. The values of `batches.state` are those of `BatchState`.
     11: """
 ALTER TABLE jobs ADD COLUMN batch_id TEXT;
 ALTER TABLE jobs ADD COLUMN custom_id TEXT;

@@ -45,7 +45,7 @@ class LoraCatalog:
 
     @property
     def fits_model(self) -> bool:
-        """Whether the model can load LoRAs, even if this server offers none."""
+        """Whether svdpp supports LoRAs for the model. The server may offer none nevertheless."""
         return self._checkpoint is not None and self._checkpoint.spec.loras
 
     def find(
@@ -67,7 +67,7 @@ class LoraCatalog:
 
         Raises:
             RequestError: The value is malformed, a LoRA is not in `hashes` or has several hashes
-                there, or the model lacks an expert that the value names.
+                there, or the value names an expert (`high` or `low`) that the model does not have.
         """
         if hashes is None:
             hashes = {name: (sha256,) for name, sha256 in self._hashes.items()}

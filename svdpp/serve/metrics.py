@@ -179,7 +179,7 @@ class Metrics(Collector):
             self._eta_errors.append(ratio)
 
     def count_cancelled(self, number: int) -> None:
-        """Count waiting jobs of a batch that were cancelled together as cancelled clips.
+        """Add jobs that were cancelled with their batch to the count of cancelled clips.
 
         Args:
             number: Number of cancelled jobs.
@@ -187,7 +187,7 @@ class Metrics(Collector):
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
     def count_verification(self, proof: VerificationStatus) -> None:
-        """Count a finished verification of a clip, by result; remember if any clip differed."""
+        """Count a verification by its result; `different` also sets the mismatch gauge to 1."""
         self._counters["verifications"].labels(proof).inc()
         self._has_mismatch |= proof == "different"
 
@@ -258,7 +258,7 @@ class Metrics(Collector):
         yield from self._collect_ranks(num_ranks)
 
     def _collect_ranks(self, num_ranks: int) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """Yield metrics from the ranks' latest samples. While the ranks start, gauges are empty."""
+        """Yield metrics from the ranks' latest samples; gauges only while the ranks are ready."""
         stats = self._stats
         moved = CounterMetricFamily(
             "svdpp_rank_moved_bytes",
