@@ -253,7 +253,7 @@ def _converted(
         transformer: First denoiser of the pipeline. If it is an image-to-video model, diffusers
             adds zeros to a text-to-video LoRA, for the weights that such a LoRA lacks.
         file: File of the LoRA.
-        ignored: Names of the tensors in the file that may fit no weight.
+        ignored: Names of the tensors in the file that the conversion may drop.
 
     Raises:
         ModelError: The conversion drops a tensor of the file, or renames it for another component.
@@ -271,7 +271,8 @@ def _converted(
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
     }
-    # diffusers' `load_lora_adapter` converts the names under the same condition.
+    # Names without `lora_A` are in an older format. diffusers' `load_lora_adapter` converts them to
+    # peft's names under the same condition.
     if given and "lora_A" not in next(iter(given)):
         given = convert_unet_state_dict_to_peft(given)
     used = read.union(*(each.sources for each in given.values()))
