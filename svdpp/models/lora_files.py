@@ -25,9 +25,10 @@ from svdpp.models.files import display_name, read_safetensors_header, short_repr
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
 #: Number of LoRAs requested by clips that a rank keeps loaded for each denoiser, including those of
-#: the current clip. (LoRAs of the model itself always stay loaded.) The number is small, because a
-#: LoRA takes 1 to 5 % of the denoiser's memory. It is above two, because requests of several users
-#: alternate. A LoRA that is loaded but not active does not slow down steps or change results.
+#: the current clip. If the current clip alone has more, all of its LoRAs are loaded. (LoRAs of the
+#: model itself always stay loaded.) The number is small, because a LoRA takes 1 to 5 % of the
+#: denoiser's memory. It is above two, because requests of several users alternate. A LoRA that is
+#: loaded but not active does not slow down steps or change results.
 CLIP_LORAS_KEPT = 4
 
 #: Hint of errors about a LoRA whose tensors do not fit the model.
@@ -314,11 +315,11 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Return the maximum size, in bytes, of the LoRAs that a rank keeps loaded for one denoiser.
+    """Return an estimate of the bytes of the LoRAs that a rank keeps loaded for one denoiser.
 
     The result is the size of all LoRAs of the model, plus that of the `CLIP_LORAS_KEPT` largest
-    LoRAs that clips may use. For a model with two experts, this sum is computed for each expert,
-    and the larger sum is returned.
+    LoRAs that clips may use. A clip that itself has more LoRAs can need more memory. For a model
+    with two experts, the sum is computed for each expert, and the larger sum is returned.
 
     Raises:
         ModelError: A file is missing or damaged.

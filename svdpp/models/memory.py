@@ -266,7 +266,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 
 
 class FakeModel:
-    """Model with fake tensors as weights, which measures memory and FLOPs of a clip's parts.
+    """Model with fake weights, which measures memory and FLOPs of encode, steps and decode.
 
     Meta tensors would not do: torch does not choose the CPU's kernels for them. This matters for
     attention, because its CPU kernel never stores the whole matrix of attention weights.

@@ -1,4 +1,7 @@
-"""Loader of a rank's pipeline: components that the rank runs, and skeletons without weights."""
+"""Loader of a rank's pipeline: components that the rank runs, and skeletons of all others.
+
+A skeleton is a component without weights.
+"""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ _Key = tuple[Lora, int]
 class PipelineLoras:
     """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    LoRAs of clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Skeletons (denoisers
-    without weights, because other ranks run them) get no LoRAs.
+    LoRAs of earlier clips stay loaded while a denoiser has at most `CLIP_LORAS_KEPT` LoRAs of
+    clips, including those of the current clip. Skeletons (denoisers without weights, because other
+    ranks run them) get no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
@@ -60,7 +61,7 @@ class PipelineLoras:
         self._active: tuple[Lora, ...] = ()
         self._num_loaded = 0
         # Names of the loaded adapters by key. In `_clip_adapters`, the adapter that was used last
-        # is at the end.
+        # is at the end, because adapters at the beginning are unloaded first.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
         # For each denoiser that has ever had a LoRA: the denoiser's parameters and their original
@@ -228,7 +229,8 @@ class _Traced(torch.Tensor):
     """Names of the tensors in the file from which this tensor was computed."""
     read: set[str]
     """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`.
-    All tensors of the file share this set."""
+    These tensors count as used, although no converted tensor names them in `sources`. All tensors
+    of the file share this set."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

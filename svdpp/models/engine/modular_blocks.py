@@ -1,4 +1,7 @@
-"""Blocks of a modular pipeline, and the values of a `BlockState`, which sub-blocks share."""
+"""Functions for a modular pipeline's tree of blocks, and for the values of a `BlockState`.
+
+The sub-blocks of a loop share one `BlockState`.
+"""
 
 from __future__ import annotations
 
@@ -184,7 +187,7 @@ def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
 
     Several Python objects can stand for one tensor: they have the same storage, shape and strides.
     The packer would pack each of these objects. If the caller packs the returned object instead of
-    `tensor`, the packer recognises it in `values`, and packs the tensor only once.
+    `tensor`, and later packs `values`, the packer meets the same object, and packs it only once.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):

@@ -461,10 +461,10 @@ class ModularCall:
             self.after_step(self._steps - 1, self._latents)
 
     def _received_series(self) -> Node:
-        """Return what the received packet has of the last step in the current series of steps.
+        """Return the received packet's node for the last step in the current series of steps.
 
-        This is the result of `scheduler.step`, the structures of the denoisers' results, and the
-        states of the generators. A series begins with `scheduler.set_timesteps`.
+        The node has the result of `scheduler.step`, the structures of the denoisers' results, and
+        the states of the generators. A series begins with `scheduler.set_timesteps`.
         """
         assert self.given is not None
         series: list[Node] = self.given["inner"]["series"]
