@@ -1,6 +1,7 @@
 """Image files: reading as upright RGB images within limits, and fitting to the shape of a frame.
 
-Files are untrusted. Each file is read once, so that the hashed bytes are the decoded bytes.
+Files are untrusted. Each file is read only once, so that its hash is that of the decoded bytes even
+if the file changes meanwhile.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_PIXELS = MAX_MEGAPIXELS * 10**6
 # Minimum side of an image in pixels, and maximum ratio of its sides.
 _MIN_SIDE, _MAX_ASPECT = 16, 16
-# Maximum number of pixels of a padded image. Padding a narrow image to a wide frame multiplies its
-# pixels.
+# Maximum number of pixels of a padded image. A padded image needs its own limit, because padding a
+# narrow image to a wide frame makes it many times larger.
 _MAX_PADDED_PIXELS = 4 * MAX_PIXELS
 _SMALLER = f"make it smaller, or raise `max_megapixels` (at most {MAX_MEGAPIXELS})"
 # Number of rows of an image that are converted to RGB at the same time.
@@ -250,7 +251,7 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
         width: Width of the frame, in pixels.
         height: Height of the frame, in pixels.
         fit: `stretch` leaves the image as it is; `crop` keeps the largest centred part with the
-            frame's aspect ratio; `pad` adds black bars on both sides.
+            frame's aspect ratio; `pad` adds black bars on the left and right, or above and below.
 
     Raises:
         InputError: The padded image would have too many pixels.

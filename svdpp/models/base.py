@@ -53,9 +53,9 @@ class Partner(Protocol):
     """Interface to the other rank of a pair. The two ranks divide the work of each step."""
 
     branch: int
-    """Position of this rank in the pair, 0 or 1. Usually, the rank with 0 evaluates the guidance
-    branch that the pipeline evaluates first (or puts first in the batch), and the rank with 1
-    evaluates the other branch."""
+    """Position of this rank in the pair, 0 or 1. If the guidance has two branches, the rank with 0
+    evaluates the branch that the pipeline evaluates first (or puts first in the batch), and the
+    rank with 1 evaluates the other branch. If there are more branches, the two ranks take turns."""
 
     def exchange(self, step: int, evaluate: Callable[[], Tensors]) -> Tensors:
         """Compute this rank's tensors, and exchange them for those of the pair's other rank.

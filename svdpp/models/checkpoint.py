@@ -81,8 +81,9 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Folders of the components that are not in `folder/NAME`, or for which the index of a modular
-    pipeline names a variant. All components that are not listed here are in `folder/NAME`."""
+    """Folders of the components that are not at the usual place, `folder/NAME` (but, for example,
+    in another repository), and of the components for which a modular pipeline's index names a
+    variant, such as fp16. All components that are not listed here are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
@@ -93,8 +94,9 @@ class Checkpoint:
     loras: tuple[LoraFile, ...] = ()
     """LoRA files for all clips of the model; empty until `with_weights` has found them."""
     clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
-    """LoRA files that single clips may use (`ModelConfig.clip_loras`). The keys are the requested
-    LoRAs, with their weights set to 1."""
+    """LoRA files that single clips may use (`ModelConfig.clip_loras`), by requested LoRA. Each key
+    has the weight 1, because clips that use a LoRA with different weights need the same file. Empty
+    until `with_weights` has found the files."""
     denoisers: tuple[DenoiserFile, ...] = ()
     """GGUF files that replace denoisers of the checkpoint; empty until `with_weights` has found
     them."""
@@ -114,10 +116,13 @@ class Checkpoint:
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
-    """Smallest and largest number of frames of a clip, and the reason for these limits."""
+    """Smallest and largest number of frames of a clip, and the reason for these limits, which error
+    messages quote."""
     image_sizes: tuple[int, int] | None = None
-    """Two numbers of pixels that limit the size of clips from an image: the side of a square clip,
-    and the unit of height and width (`target` and `unit` of `check_image_size`). None: no limit."""
+    """Two numbers of pixels that determine the allowed sizes of clips from an image: the side of a
+    square clip (clips of other shapes have about the same area), and the number of which height and
+    width must be multiples. `check_image_size` takes them as `target` and `unit`. None: the model
+    makes clips of any size."""
     image_use: InputUse
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
@@ -125,13 +130,14 @@ class Checkpoint:
     """Rule for the last image, with which the clip ends: a clip from an image needs, may have, or
     must not have a last image."""
     last_image_reason: str = ""
-    """Reason why this checkpoint takes no last image, although other checkpoints of the family
-    do."""
+    """Reason why this checkpoint takes no last image, although other checkpoints of the family do;
+    empty if there is no such reason."""
     unused_parameters: tuple[str, ...] = ()
     """Names of the family's sampling parameters that have no effect on this model."""
     boundary_ratio: float | None = None
-    """Timesteps below this fraction of the training timesteps are run by `transformer_2`, the
-    low-noise expert. None: the model has only one denoiser."""
+    """Boundary between the model's two experts, as a fraction of the number of training timesteps.
+    Steps with a timestep below the boundary run on `transformer_2`, the low-noise expert. None: the
+    model has only one denoiser."""
     decode_draws_noise: bool = False
     """Whether decoding a clip draws random numbers."""
     vae_tile_side: int | None = None
@@ -223,8 +229,9 @@ class Checkpoint:
             request: Request of the clip.
 
         Raises:
-            RequestError: An image, video or prompt is missing or superfluous, or contradicts
-                `sampling`.
+            RequestError: The model needs an image, video or prompt that the request lacks, or would
+                ignore one that the request has. Or the request and `sampling` disagree on whether
+                the clip has such an input.
         """
         visual, image = "a video" if sampling.from_video else "an image", request.image is not None
         for what, is_given, use, hint in (
@@ -470,10 +477,10 @@ def with_weights(
 ) -> Checkpoint:
     """Return `checkpoint` after downloading and checking the weights of `components`.
 
-    For a local folder, the weights of all its components are checked, because the fingerprint
-    covers all of them. A component in another repository is identified by its commit, so it is
-    downloaded and checked only if it is in `components`. A denoiser that a GGUF file replaces is
-    not downloaded or checked.
+    In a local folder, all weights are checked, not only those of `components`, because the
+    fingerprint covers all of them. It does not cover components in other repositories, which are
+    identified by their commits. So these are downloaded and checked only if `components` has them.
+    A denoiser that a GGUF file replaces is not downloaded or checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -482,6 +489,8 @@ def with_weights(
 
     Raises:
         ModelError: Weights or LoRAs are missing, damaged, quantised, or do not fit the model.
+        RequestError: The model cannot load the requested LoRAs, or its quantised layers compute in
+            another dtype than requested.
     """
     check_loras(model.clip_loras, checkpoint)
     clip_loras = dict.fromkeys(each.source for each in model.clip_loras)
@@ -528,7 +537,7 @@ def with_weights(
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """Yield a model's local folder (None for a hub id); add the model's name to errors."""
+    """Yield a model's local folder (None for a hub id); name the model in errors of the block."""
     local = _local_folder(model.name)
     try:
         yield local

@@ -32,8 +32,9 @@ from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
 # File names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
-#: Arguments that a scheduler class needs in `CLASS.from_config(config, ...)` if the config is from
-#: another scheduler class. The hint of an error shows the whole call.
+#: Arguments that `CLASS.from_config(config, ...)` needs to convert the config of another scheduler
+#: class, by scheduler class. If a checkpoint's scheduler is not supported, the hint of the error
+#: shows the whole call.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
@@ -142,8 +143,8 @@ class Configs:
         #: Values of the scheduler's config; empty if the family has no scheduler.
         self.scheduler_config: Mapping[str, Any] = {}
         parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
-        #: Folders of the components that are not in `folder/NAME`, or for which the index names a
-        #: variant; see `Checkpoint.component_folders`.
+        #: Folders of the components that are not at the usual place, `folder/NAME`, and of the
+        #: components for which the index names a variant (`Checkpoint.component_folders`).
         self.folders = find_component_folders(index, parts, folder, model, is_local=is_local)
         folders = {part: ComponentFolder(part, folder, part) for part in parts}
         folders |= {each.part: each for each in self.folders}
@@ -211,14 +212,16 @@ class Configs:
         return replace(config, values={**defaults, **config.values})
 
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
-        """Return the units of height and width in pixels; check the VAE's compression of frames.
+        """Return the numbers of pixels of which a clip's height and width must be multiples.
 
-        The height and width of a clip must be multiples of these units, and its number of frames
-        must fit the VAE. Otherwise diffusers would round them down, and the clip would be smaller
-        or shorter than requested.
+        The method also checks that the VAE's compression of frames fits the numbers of frames that
+        the family allows. If a size or a number of frames did not fit the VAE, diffusers would
+        round it down, and the clip would be smaller or shorter than requested.
 
         Args:
-            size_multiple: Units of height and width that the family needs apart from the VAE.
+            size_multiple: Numbers of pixels of which the family's heights and widths must be
+                multiples, such as the sides of the denoiser's patches. They may leave out the
+                compression of the checkpoint's VAE, which this method adds.
             frames_unit: Unit of the number of frames: a clip of the family has a multiple of this
                 number of frames, plus a constant (for example, 4 * n + 1 frames). 1: the family
                 checks the number of frames itself.
@@ -361,9 +364,9 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
 def _check_blocks(index: JsonFile, spec: FamilySpec) -> None:
     """Check that svdpp supports the blocks and guiders that a modular pipeline's index names.
 
-    The blocks, if the index names any, must be in `ModularSpec.blocks`. Only the guiders in
-    `own_guiders` of the spec may have an entry. All other guiders must have no entry, so that
-    diffusers creates its default guider.
+    The blocks, if the index names any, must be in `ModularSpec.blocks`. The index may configure
+    only the guiders in `own_guiders` of the spec. For every other guider, it must have no entry:
+    diffusers then creates the guider with default values, the only ones that svdpp supports.
 
     Raises:
         ModelError: The index names other blocks, or has an entry for another guider.

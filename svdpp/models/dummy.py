@@ -64,8 +64,8 @@ class DummyModel:
     """Dummy model with the interface of `EngineModel`.
 
     The encode draws noise from the seed, and the decode returns black frames. If `costs` is given,
-    each encode, step and decode takes at least the seconds that `costs` has for `rank`. So a fast
-    machine can imitate a slow device.
+    each encode, step and decode sleeps until it has taken at least the seconds that `costs` has for
+    `rank`. So a fast machine can imitate a slow device.
     """
 
     spec: LatentSpec
@@ -111,7 +111,7 @@ class DummyModel:
             request: Request for the clip, of which only the seed is used.
 
         Returns:
-            Clip's state before step 0: only the latent, (B, C, F, H, W) in the dtype of `spec`.
+            Clip's state before step 0: only the latent, (B, C, F, H, W) in the model's dtype.
         """
         with self._lasting(CostModel.encode_on):
             generator = torch.Generator().manual_seed(request.seed)

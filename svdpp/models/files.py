@@ -1,8 +1,8 @@
 """Files of a model: JSON configs, names and headers of weight files; imports no torch.
 
-All files are untrusted. Errors of diffusers, transformers and safetensors become a `ModelError`,
-whose message contains no access tokens and no URLs, which may contain tokens. `models.checkpoint`
-adds the model's name to the message.
+All files are untrusted. Errors of diffusers, transformers and safetensors become a `ModelError`.
+Its message contains no access tokens, and no URLs, because a URL may contain a token.
+`models.checkpoint` adds the model's name to the message.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ class JsonFile:
             )
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raise a `ModelError` unless a key of a checkpoint's JSON file is missing, falsy or empty.
+        """Raise a `ModelError` if a key of a checkpoint's JSON file has a truthy value.
 
-        A list of falsy values counts as empty.
+        A list is truthy if any of its elements is truthy.
 
         Args:
             key: Key of the object.
@@ -286,10 +286,11 @@ class WeightNames(NamedTuple):
     single: str
     """Name of the file if one file contains all weights."""
     shards: tuple[str, str]
-    """Patterns of the names of shards: the one that diffusers uses now, and the one until 2024."""
+    """Patterns of the names of shards: the one that diffusers uses now, and the one that it used
+    until 2024."""
     indices: tuple[str, str]
     """Names of the index file that lists the shards: the one that diffusers uses now, and the one
-    until 2024."""
+    that it used until 2024."""
 
 
 def _weight_stem(part: str) -> str:

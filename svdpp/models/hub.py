@@ -1,7 +1,7 @@
 """Downloads from the Hugging Face hub; imports no torch.
 
-Errors of `huggingface_hub` become a `ModelError`, whose message contains no access tokens and no
-URLs, which may contain tokens.
+Errors of `huggingface_hub` become a `ModelError`. Its message contains no access tokens, and no
+URLs, because a URL may contain a token.
 """
 
 from __future__ import annotations

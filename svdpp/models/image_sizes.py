@@ -10,7 +10,7 @@ def check_image_size(target: int, unit: int, height: int, width: int) -> None:
 
     Args:
         target: Side of a square clip in pixels. Clips of other shapes have about the same area.
-        unit: Number of pixels of which height and width are multiples.
+        unit: Number of pixels of which the height and width of all clips must be multiples.
         height: Height of the clip in pixels.
         width: Width of the clip in pixels.
 

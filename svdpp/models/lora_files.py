@@ -25,9 +25,10 @@ from svdpp.models.files import display_name, read_safetensors_header, short_repr
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
 #: Number of LoRAs requested by clips that a rank keeps loaded for each denoiser, including those of
-#: the current clip. (LoRAs of the model itself always stay loaded.) The number is small, because a
-#: LoRA takes 1 to 5 % of the denoiser's memory. It is above two, because requests of several users
-#: alternate. A LoRA that is loaded but not active does not slow down steps or change results.
+#: the current clip. If the current clip alone has more, all of its LoRAs are loaded. (LoRAs of the
+#: model itself always stay loaded.) The number is small, because a LoRA takes 1 to 5 % of the
+#: denoiser's memory. It is above two, because requests of several users alternate. A LoRA that is
+#: loaded but not active does not slow down steps or change results.
 CLIP_LORAS_KEPT = 4
 
 #: Hint of errors about a LoRA whose tensors do not fit the model.
@@ -49,15 +50,16 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #: Names of tensors in adapters that are not plain LoRAs, such as DoRA. A plain LoRA has two factors
 #: for each weight, and adds their product to the weight.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
-#: Names of tensors that change a text encoder, or layers for an image embedding. Ranks load LoRAs
-#: only into denoisers, and not every denoiser has layers for an image embedding.
+#: Names of tensors that change a text encoder, or a denoiser's layers for an image embedding. The
+#: former are ignored, because ranks load LoRAs only into denoisers. The latter are ignored if the
+#: denoiser has no such layers.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
 #: Names of tensors that change normalisation layers. diffusers drops these tensors when it loads a
 #: LoRA for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
-#: Names of tensors that change Wan's time projection. If a file changes only the bias of the
-#: projection, and not the weight, diffusers drops these tensors.
+#: Names of tensors that change Wan's time projection. If a file changes only the projection's bias,
+#: and not its weight, diffusers drops the tensors for the bias.
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.
 _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
@@ -72,7 +74,8 @@ class LoraFile:
     hub)."""
     path: Path
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Number of ignored tensors by the model part that they would change, such as `k_img`."""
+    """Model parts that ignored tensors of the file would change, such as `k_img`, and the number of
+    ignored tensors for each part."""
 
     def with_weight(self, weight: float) -> LoraFile:
         """Return a copy of this LoRA file with another weight for the LoRA."""
@@ -312,11 +315,11 @@ def find_lora(lora: Lora, *, local_files_only: bool, checkpoint: Any = None) -> 
 
 
 def lora_bytes(model: ModelConfig) -> int:
-    """Return the maximum size, in bytes, of the LoRAs that a rank keeps loaded for one denoiser.
+    """Return an estimate of the bytes of the LoRAs that a rank keeps loaded for one denoiser.
 
     The result is the size of all LoRAs of the model, plus that of the `CLIP_LORAS_KEPT` largest
-    LoRAs that clips may use. For a model with two experts, this sum is computed for each expert,
-    and the larger sum is returned.
+    LoRAs that clips may use. A clip that itself has more LoRAs can need more memory. For a model
+    with two experts, the sum is computed for each expert, and the larger sum is returned.
 
     Raises:
         ModelError: A file is missing or damaged.

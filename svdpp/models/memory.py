@@ -95,7 +95,8 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     except SvdppError:  # must pass unchanged, but is often a RuntimeError or ValueError, too
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
-        # For example, the model's table of position embeddings is too short for the clip.
+        # Configs and weights are checked elsewhere, so the likely cause is the clip's size: for
+        # example, the model's table of position embeddings is too short for the clip.
         problem = first_line(error)
         if isinstance(error, AssertionError) and not str(error):
             problem = str(traceback.extract_tb(error.__traceback__)[-1].line)
@@ -235,8 +236,9 @@ def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch
 def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -> None:
     """Check that a component's config and its weight files agree on the shapes of the weights.
 
-    Without this check, the run would fail in some operation, and the error would blame the clip's
-    size. Weights that have not been downloaded, or that the library renames, are not compared.
+    Without this check, the run on fake tensors would fail in some operation, and `_size_errors`
+    would report that the clip has the wrong size. Weights that have not been downloaded, or that
+    the library renames, are not compared.
 
     Raises:
         ModelError: A weight in a file does not have the shape that the config describes.
@@ -264,7 +266,7 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 
 
 class FakeModel:
-    """Model with fake tensors as weights, which measures memory and FLOPs of a clip's parts.
+    """Model with fake weights, which measures memory and FLOPs of encode, steps and decode.
 
     Meta tensors would not do: torch does not choose the CPU's kernels for them. This matters for
     attention, because its CPU kernel never stores the whole matrix of attention weights.
@@ -320,11 +322,12 @@ class FakeModel:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that an estimate runs; usually two: the second step needs more memory.
+        """Number of steps that an estimate runs: usually two, sometimes all.
 
-        All steps are measured in two cases: if the model has two experts and is quantised, so that
-        the experts can differ, and for a modular pipeline, whose decode needs the state after the
-        last step.
+        One step is too few, because the second step needs more memory than the first. All steps are
+        run in two cases: if the model has two experts and is quantised, because the experts then
+        can differ; and for a modular pipeline, because its decode needs the state after the last
+        step.
         """
         steps = self._sampling.num_inference_steps
         are_quantised = self._files or self._checkpoint.int8_denoisers
@@ -343,7 +346,7 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run all steps on fake weights; return the clip's packet, and the memory that steps need.
+        """Run `num_steps` steps on fake weights; return the new packet, and the memory of steps.
 
         If the model has two experts, the memory is that of a rank with the larger expert.
         """

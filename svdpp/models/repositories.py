@@ -60,8 +60,9 @@ def find_component_folders(
         is_local: Whether the model is a local folder, and not a hub model.
 
     Returns:
-        Folders of the components that are not in `folder/NAME`, or whose entry in the index names a
-        variant. Components without an entry in the result are in `folder/NAME`.
+        Folders of the components that are not at the usual place, `folder/NAME`, and of the
+        components whose entry in the index names a variant. All components that the result does not
+        list are in `folder/NAME`.
 
     Raises:
         ModelError: An entry names no valid place, or the repository cannot be downloaded.

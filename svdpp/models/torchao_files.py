@@ -118,8 +118,8 @@ def check_torchao(model_label: str, parts: Iterable[str]) -> None:
 
 # --- headers of weight files ----------------------------------------------------------------------
 
-#: Dtypes in which a quantised layer can compute: names in `ModelConfig.dtype`, by the
-#: names that torchao writes into the metadata.
+#: Dtypes in which a quantised layer can compute. The keys are the names that torchao writes into
+#: the metadata, and the values are the names in `ModelConfig.dtype`.
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 #: Names of float32, float16 and bfloat16 in safetensors files.
 _FLOATS = ("F32", "F16", "BF16")
@@ -148,7 +148,7 @@ def check_int8_weights(part: str, paths: Iterable[Path], dtype: str) -> None:
     for path in paths:
         header, tensors = read_safetensors_header(path)
         own = json.loads(header).get("__metadata__") or {}
-        # torchao writes the metadata of all tensors into each shard.
+        # torchao writes the metadata of all tensors into each shard, so all shards must agree.
         if metadata and own != metadata:
             raise _error(part, f"the metadata of {path.name} differ from those of other shards")
         metadata, entries = own, entries | tensors
@@ -186,10 +186,12 @@ def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
 
 
 def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
-    """Check the tensors of an int8 weight, remove them from `entries`, and return a dtype.
+    """Check the tensors of an int8 weight; return the dtype in which its layer computes.
+
+    The checked tensors are removed from `entries`, so that only unknown tensors remain there.
 
     Returns:
-        Dtype in which the quantised layer computes, such as bf16.
+        Name of the dtype, such as bf16.
     """
     path, _, weight = name.rpartition(".")
     names = ("qdata", "scale", "zero_point")

@@ -184,8 +184,8 @@ def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str
         dtype: Dtype of the model.
 
     Returns:
-        JSON values by name: the backend's name; and as `attention_repeats`, whether all
-        computations from the same inputs gave the same bits.
+        JSON values by name: as `attention_backend`, the name of the backend; as
+        `attention_repeats`, whether all computations from the same inputs gave the same bits.
 
     Raises:
         RequestError: The backend does not run on this device in this dtype.

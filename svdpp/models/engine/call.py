@@ -89,7 +89,8 @@ class RangeCall:
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
         # One entry for each `scheduler.step` call of the current step: index of the scheduler,
-        # return value, and a copy of the return value (None if it is not sent).
+        # return value, and a copy of the return value, because the pipeline may change the original
+        # before it is packed (None if the value is not sent).
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
@@ -182,7 +183,9 @@ class RangeCall:
     def _begin_step_or_stop(self) -> None:
         """Begin a pipeline's next step, or after the range, pack the state and end the call.
 
-        A step ends when `scheduler.step` has been called since the last call of a denoiser.
+        A denoiser calls this method first. If `scheduler.step` has been called since the previous
+        call of a denoiser, the previous step is finished and a new one begins. Otherwise the call
+        belongs to the current step.
 
         Raises:
             _Stop: The new step is after the range.
@@ -270,10 +273,11 @@ class RangeCall:
         return tensors_in(self._results[0][1])[0] if latents is None else latents
 
     def _on_step_end(self, _: Any, __: int, ___: Any, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Store the latent after a step; before the range's first step, replace it by the packet's.
+        """Store the latent after a step; after the last phantom step, return the packet's latent.
 
-        If the finished step is the last one before the range, the callback returns the latent of
-        the packet, and the pipeline continues with this latent.
+        Phantom steps are those before the range, which run no denoiser. After the last of them, the
+        pipeline replaces its latent by the returned one, and so begins the range with the latent
+        that the earlier rank has sent.
         """
         self._latents = known[LATENTS]
         if self._index != self.start - 1:
@@ -374,8 +378,8 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        # A pipeline casts a component with `to` only for the encode. Later calls replay the encode,
-        # so `to` does nothing in them.
+        # Pipelines cast components with `to` only to encode. Later calls replay the results of the
+        # encode, and do not run the component. They need no cast, so `to` becomes a no-op.
         if self.given is not None:
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
@@ -415,8 +419,8 @@ class GuidanceBranches:
     `FamilySpec.branches` is `batch` for pipelines that call the denoiser once in each step, with a
     batch of two. Each rank then evaluates half of the batch. The value `calls` is for pipelines
     that call the denoiser twice in each step, and use the two results only after both calls. The
-    table shows a step with `calls`. Both ranks of a pair, 2u and 2u + 1, run the pipeline's own
-    code:
+    table shows a step with `calls`. Both ranks of pair u, ranks 2u and 2u + 1, run the pipeline's
+    own code:
 
         the pipeline     rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first call       evaluates, then exchanges     returns zeros for now
@@ -433,8 +437,9 @@ class GuidanceBranches:
     partner: Partner
     device: torch.device
     outputs: dict[torch.Size, Node]
-    """Structure of the denoiser's result, by the shape of its first tensor argument, the latent. An
-    entry is added in the first step with a latent of this shape."""
+    """Structure (shapes and dtypes) of the denoiser's result, by the shape of the latent, the first
+    tensor among the denoiser's arguments. Rank 2u + 1 adds an entry in the first step with a latent
+    of this shape."""
     _calls: int = 0
     _first: Any = None
 

@@ -1,4 +1,7 @@
-"""Attributes of schedulers, guiders and denoisers that the steps of a modular pipeline change."""
+"""Functions that save, restore and pack the attributes that steps of a modular pipeline change.
+
+The attributes are those of schedulers, guiders and denoisers.
+"""
 
 from __future__ import annotations
 

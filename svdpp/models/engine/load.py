@@ -1,4 +1,7 @@
-"""Loader of a rank's pipeline: components that the rank runs, and skeletons without weights."""
+"""Loader of a rank's pipeline: components that the rank runs, and skeletons of all others.
+
+A skeleton is a component without weights.
+"""
 
 from __future__ import annotations
 
@@ -176,7 +179,8 @@ def component_class(part: str, name: str) -> Any:
     Raises:
         ModelError: The installed libraries have no such class.
     """
-    # `CLIPFeatureExtractor` is an old name. diffusers replaces it in the same way.
+    # `CLIPFeatureExtractor` is an old name of `CLIPImageProcessor`, which older checkpoints have.
+    # diffusers replaces it in the same way.
     name = "CLIPImageProcessor" if name == "CLIPFeatureExtractor" else name
     with library_errors(part):
         found = (importlib.import_module(library) for library in _LIBRARIES)

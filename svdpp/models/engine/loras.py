@@ -41,8 +41,9 @@ _Key = tuple[Lora, int]
 class PipelineLoras:
     """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    LoRAs of clips stay loaded, up to `CLIP_LORAS_KEPT` for each denoiser. Skeletons (denoisers
-    without weights, because other ranks run them) get no LoRAs.
+    LoRAs of earlier clips stay loaded while a denoiser has at most `CLIP_LORAS_KEPT` LoRAs of
+    clips, including those of the current clip. Skeletons (denoisers without weights, because other
+    ranks run them) get no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
@@ -60,7 +61,7 @@ class PipelineLoras:
         self._active: tuple[Lora, ...] = ()
         self._num_loaded = 0
         # Names of the loaded adapters by key. In `_clip_adapters`, the adapter that was used last
-        # is at the end.
+        # is at the end, because adapters at the beginning are unloaded first.
         self._model_adapters: dict[_Key, str] = {}
         self._clip_adapters: dict[_Key, str] = {}
         # For each denoiser that has ever had a LoRA: the denoiser's parameters and their original
@@ -228,7 +229,8 @@ class _Traced(torch.Tensor):
     """Names of the tensors in the file from which this tensor was computed."""
     read: set[str]
     """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`.
-    All tensors of the file share this set."""
+    These tensors count as used, although no converted tensor names them in `sources`. All tensors
+    of the file share this set."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -253,7 +255,7 @@ def _converted(
         transformer: First denoiser of the pipeline. If it is an image-to-video model, diffusers
             adds zeros to a text-to-video LoRA, for the weights that such a LoRA lacks.
         file: File of the LoRA.
-        ignored: Names of the tensors in the file that may fit no weight.
+        ignored: Names of the tensors in the file that the conversion may drop.
 
     Raises:
         ModelError: The conversion drops a tensor of the file, or renames it for another component.
@@ -271,7 +273,8 @@ def _converted(
     given = {
         key.removeprefix(prefix): each for key, each in converted.items() if key.startswith(prefix)
     }
-    # diffusers' `load_lora_adapter` converts the names under the same condition.
+    # Names without `lora_A` are in an older format. diffusers' `load_lora_adapter` converts them to
+    # peft's names under the same condition.
     if given and "lora_A" not in next(iter(given)):
         given = convert_unet_state_dict_to_peft(given)
     used = read.union(*(each.sources for each in given.values()))

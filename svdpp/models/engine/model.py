@@ -62,7 +62,8 @@ class EngineModel:
         makes no sound."""
         self._pipe, self._checkpoint, self._spec = pipe, checkpoint, checkpoint.spec
         self._sampling, self._dtype, self._loras = sampling, dtype, loras
-        # Structures of the denoiser's results. A pair of ranks needs them, and learns them in its
+        # Structures (shapes and dtypes) of the denoiser's results. A rank of a pair needs them to
+        # create zeros in place of results that the other rank computes, and learns them in its
         # first steps; see `outputs` in `GuidanceBranches` and in `SharedCalls`.
         self._outputs: dict[torch.Size, Node] = {}
         self._shared_outputs: list[Node] = []
@@ -105,7 +106,8 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet. One of them is the structure, which lists all others. If
-                the structure is missing, the result lists `tensors` and an empty structure.
+                the structure is missing, the result lists `tensors` and a structure of 0 bytes, so
+                that the caller finds that the packet lacks the structure.
 
         Raises:
             ValueError: The structure cannot be read.
@@ -219,7 +221,8 @@ class EngineModel:
 
         Args:
             tensors: Tensors of the packet after the last step.
-            part: Whole chunks of frames, or whole tiles.
+            part: Range to decode: whole chunks of frames for families that decode in chunks, or
+                else whole tiles of the VAE.
 
         Returns:
             Frames of the part, as from `decode`; or its tiles, (B, C, F, H, W) each, by name, such
@@ -227,7 +230,7 @@ class EngineModel:
 
         Raises:
             NotFiniteError: The VAE returned NaN or infinity for these frames.
-            ModelError: The clip has other tiles than planned.
+            ModelError: The clip's tiles do not have the planned number of latent positions.
         """
         if self._spec.decodes_in_chunks:
             decode, frames = self._pipe.decode_latents, slice(part.first, part.end)
@@ -318,7 +321,8 @@ class EngineModel:
         if not self._spec.cuts_prompts:
             return ""
         tokenizer, length = self._pipe.tokenizer, self._sampling.max_sequence_length
-        # A processor for text and images would take the prompt for an image.
+        # A processor for text and images would take the prompt for an image, so use only its
+        # tokenizer.
         if isinstance(tokenizer, ProcessorMixin):
             tokenizer = tokenizer.tokenizer
         tokens = tokenizer(prompt).input_ids

@@ -1,4 +1,7 @@
-"""Blocks of a modular pipeline, and the values of a `BlockState`, which sub-blocks share."""
+"""Functions for a modular pipeline's tree of blocks, and for the values of a `BlockState`.
+
+The sub-blocks of a loop share one `BlockState`.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +101,7 @@ def names_read(
     """
     leaves = leaf_blocks(blocks)
     first = next(index for index, (leaf, _) in enumerate(leaves) if leaf is block)
-    # A container that repeats the block may run earlier blocks again.
+    # A container that repeats the block may run earlier blocks again, which read values, too.
     repeating = [each for each in leaves[first][1] if repeats_blocks(each)]
     for index, (_, containers) in enumerate(leaves):
         if any(each in repeating for each in containers):
@@ -180,10 +183,11 @@ def values_of(block_state: Any) -> dict[str, Any]:
 
 
 def same_in(values: Mapping[str, Any], tensor: torch.Tensor) -> torch.Tensor:
-    """Return the object in `values` that is the same tensor in memory, or else `tensor` itself.
+    """Return the tensor in `values` that shares memory and shape with `tensor`, or else `tensor`.
 
-    The two have the same storage, shape and strides. The packer packs a tensor that occurs twice
-    only once if both are the same Python object. This function finds that object.
+    Several Python objects can stand for one tensor: they have the same storage, shape and strides.
+    The packer would pack each of these objects. If the caller packs the returned object instead of
+    `tensor`, and later packs `values`, the packer meets the same object, and packs it only once.
     """
     for value in values.values():
         if isinstance(value, torch.Tensor) and value.is_set_to(tensor):

@@ -138,9 +138,10 @@ class ModularCall:
         self._sub_block = 0
         self._skipped = 0
         self._resume: Node | None = None
-        # The current sub-block: number of finished steps; number of phantom steps left; results of
-        # the denoisers in this step; and the last result of each series of steps (each
-        # `scheduler.set_timesteps` begins a series).
+        # The current sub-block: number of finished steps; number of phantom steps left (steps that
+        # an earlier rank has run, so that denoisers return zeros); results of the denoisers in this
+        # step; and the last result of each series of steps (each `scheduler.set_timesteps` begins a
+        # series).
         self._inner_steps = 0
         self._phantom_steps = 0
         self._outputs: list[Node | None] = []
@@ -324,7 +325,11 @@ class ModularCall:
         return result
 
     def _run_shared(self, shared: SharedCalls, entry: SubBlockEntry, run: Callable[[], Any]) -> Any:
-        """Run a sub-block whose calls of denoisers are divided between two ranks."""
+        """Run a sub-block whose calls of denoisers are divided between two ranks.
+
+        `SharedCalls` runs the sub-block twice if it calls a denoiser, and restores the state in
+        between.
+        """
         schedulers = (each for each in entry.values.values() if isinstance(each, SchedulerMixin))
         before = [(part, snapshot_component(part)) for part in (*self._parts.values(), *schedulers)]
 
@@ -456,7 +461,11 @@ class ModularCall:
             self.after_step(self._steps - 1, self._latents)
 
     def _received_series(self) -> Node:
-        """Return the last results of the current series of steps, from the received packet."""
+        """Return the received packet's node for the last step in the current series of steps.
+
+        The node has the result of `scheduler.step`, the structures of the denoisers' results, and
+        the states of the generators. A series begins with `scheduler.set_timesteps`.
+        """
         assert self.given is not None
         series: list[Node] = self.given["inner"]["series"]
         return series[max(len(self._series) - 1, 0)]
@@ -530,9 +539,9 @@ class ModularCall:
     def _packed_state(self, block_state: Mapping[str, Any]) -> list[Any]:
         """Pack the values that blocks of later ranks read; return [name, structure] pairs.
 
-        Only the shape and dtype are packed of two kinds of tensors, which no later block reads:
-        tensors that the denoising loop has replaced by newer ones, and tensors of which
-        conditional blocks only check whether they are None.
+        Tensors whose data no later block reads are packed without data, with only their shape and
+        dtype. There are two kinds: tensors that the denoising loop has replaced by newer ones, and
+        tensors of which conditional blocks only check whether they are None.
         """
         packer, packed = self._packer, []
         replaced = {each.name for each in (*self._loop.inputs, *self._loop.intermediate_outputs)}

@@ -67,7 +67,7 @@ class AbsentValue:
 
 
 class StatePacker(Packer):
-    """Packer that puts all kinds of values in a modular pipeline's state into a packet.
+    """Packer that can pack all kinds of values in a modular pipeline's state.
 
     An object that occurs several times is packed once, and is one object again on the next rank.
 
@@ -225,8 +225,9 @@ class StateUnpacker:
         tensors: Tensors of the packet, by name.
         components: Components of this rank's pipeline, by name.
         device: Device of this rank.
-        zeros: Whether tensors that the packet lacks become zeros. Otherwise they become NaN
-            everywhere (0 for integers), with the memory of one element.
+        zeros: Whether tensors that the packet describes without data become zeros. Otherwise all
+            their elements become NaN (0 for integers). Such a tensor is expanded from one element,
+            and takes the memory of only this element.
     """
 
     def __init__(
@@ -248,7 +249,7 @@ class StateUnpacker:
         """Rebuild a value from its structure, with copies of the packet's tensors.
 
         Raises:
-            ValueError: The structure names a class of another library.
+            ValueError: The structure names a class that is not from diffusers or transformers.
         """
         match node["kind"]:
             case "plain":

@@ -143,8 +143,9 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor without a name, which the packet lacks, is rebuilt as
-            NaN everywhere (0 for integers), with the memory of one element.
+        node: Structure of the value. A tensor without a name is one that the packet lacks. All its
+            elements become NaN (0 for integers). It is expanded from one element, and takes the
+            memory of only this element.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 
@@ -224,7 +225,7 @@ def _output_class(path: str) -> Any:
     """Return the output class of diffusers or transformers at `path` (module:name).
 
     Raises:
-        ValueError: The path names another class.
+        ValueError: The path does not name an output class of these libraries.
     """
     cls = library_class(path)
     if not issubclass(cls, OrderedDict):
@@ -524,7 +525,8 @@ def pipeline_methods(pipeline_class: Any) -> tuple[str, ...]:
     """Return the names of a pipeline class's methods that can be replayed on another rank.
 
     One rank records the results of such a method, and later ranks return them without running it.
-    Methods of `DiffusionPipeline` are not among them, nor are those in `_NOT_RECORDED`.
+    The result leaves out the methods that pipelines inherit from `DiffusionPipeline`, and the
+    methods `__init__`, `__call__`, `check_inputs` and `progress_bar`.
     """
     names: dict[str, Any] = {}
     for cls in pipeline_class.__mro__:

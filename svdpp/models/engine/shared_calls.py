@@ -24,8 +24,8 @@ class SharedCalls:
     """Division of a step's denoiser calls: each rank of a pair evaluates every second call.
 
     A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
-    and combines the results after the last call. Both ranks of a pair, 2u and 2u + 1, run the block
-    twice. The table shows a block with three calls:
+    and combines the results after the last call. Both ranks of pair u, ranks 2u and 2u + 1, run the
+    block twice. The table shows a block with three calls:
 
         run      call    rank 2u (branch 0)            rank 2u + 1 (branch 1)
         first    0       evaluates                     returns zeros
@@ -46,8 +46,8 @@ class SharedCalls:
     partner: Partner
     device: torch.device
     outputs: list[Node]
-    """List with one element, the structure of the denoiser's result. It is empty until this process
-    has called the denoiser once."""
+    """List with one element: the structure (shapes and dtypes) of the denoiser's result, which is
+    the same for all calls. The list is empty until this process has called the denoiser once."""
     _calls: list[_Call] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
     # Results of all calls, for the second run. None: the block runs for the first time.
@@ -109,7 +109,7 @@ class SharedCalls:
         return clone_tensors(result)  # the block may change this result, but `_own` must not change
 
     def _check_shape(self, step: int, result: Any) -> None:
-        """Store the structure of a denoiser's first result; check that later ones are equal."""
+        """Store the shapes of a denoiser's first result; check that later results have the same."""
         node = Packer().pack(result, PREDICTION)
         if not self.outputs:
             self.outputs.append(node)

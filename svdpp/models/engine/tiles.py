@@ -47,8 +47,9 @@ class PartDecoder:
 
     Args:
         decode: Function that decodes a tile: the decoder's own `forward`.
-        part: Tiles that this rank decodes, as a range of latent positions. The positions of all
-            tiles are counted, one tile after the other.
+        part: Tiles that this rank decodes, as a range of latent positions. The count of positions
+            goes on from one tile to the next: in a clip with tiles of 100 positions each, the range
+            100 to 300 means the second and the third tile.
     """
 
     def __init__(self, decode: Callable[..., torch.Tensor], part: DecodeRange) -> None:
@@ -95,7 +96,11 @@ class TilePlayer:
         self._tiles, self._calls, self._count = tiles, _TileCalls(), 0
 
     def __call__(self, *_: Any, **kwargs: Any) -> torch.Tensor:
-        """Return a clip's next decoded tile, or no frames in further calls for the same tile."""
+        """Return a clip's next decoded tile, or no frames in further calls for the same tile.
+
+        Wan calls its decoder once for each frame of a tile's latent, and concatenates the results.
+        So the first call returns all frames of the tile.
+        """
         if self._calls.begins_tile(kwargs):
             self._count += 1
             return self._tiles[tile_name(self._count - 1)]
@@ -140,8 +145,9 @@ def tile_specs(
 
     Args:
         shapes: Shapes of the latents of all tiles of the clip.
-        part: Tiles that the other rank decodes, as a range of latent positions. The positions of
-            all tiles are counted, one tile after the other.
+        part: Tiles that the other rank decodes, as a range of latent positions. The count of
+            positions goes on from one tile to the next: in a clip with tiles of 100 positions each,
+            the range 100 to 300 means the second and the third tile.
         first_tile: First decoded tile of the clip.
     """
     batch, channels, frames, height, width = first_tile.shape

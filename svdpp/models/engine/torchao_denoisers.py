@@ -1,4 +1,7 @@
-"""Denoisers with linear layers that TorchAO has quantised to int8: checks, and fake weights."""
+"""Denoisers with linear layers that TorchAO has quantised to int8.
+
+The module checks loaded denoisers, and creates fake weights for estimates of memory and FLOPs.
+"""
 
 from __future__ import annotations
 
