@@ -100,8 +100,8 @@ class Stage:
 class StageGroup:
     """Stages of a replica among which steps are divided.
 
-    These are all stages of the replica. If no rank holds both experts (denoisers) of a model, they
-    are only the stages that run one of the experts.
+    The group has either all stages of the replica, or only the stages that run one of a model's two
+    experts (denoisers).
     """
 
     num_steps: int
@@ -277,7 +277,7 @@ class ClipCuts:
     def all_cuts(self) -> list[tuple[int, Cuts]]:
         """Return all cuts that a replica's clips can have, as tuples (turn, cuts).
 
-        `turn` is the index in `positions` of the entry that the cuts belong to.
+        `turn` is the index of the entry of `positions` from which the cuts are rounded.
         """
         return [
             (turn, self._rounded(turn, phase))
@@ -469,9 +469,10 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide a replica's stages into a group for each expert; return both groups.
 
-    The slower group is as fast as possible. `seconds_of` returns the seconds between finished clips
-    of a group of stages; it must not grow with the number of stages. `counts` are the allowed
-    numbers of stages for the high-noise expert; None: any number is allowed.
+    Of all possible divisions, the result is the one whose slower group is fastest. `seconds_of`
+    returns the seconds between finished clips of a group; the seconds must not grow if the group
+    gets more stages. `counts` are the allowed numbers of stages for the high-noise expert; None:
+    any number is allowed.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:

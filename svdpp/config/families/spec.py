@@ -135,8 +135,8 @@ class ModularSpec:
 
     blocks: tuple[str, ...]
     """Supported values of `_blocks_class_name` in a checkpoint's index: the class of the pipeline's
-    tree of blocks. svdpp's tests cover only these classes, so checkpoints with another class
-    are refused."""
+    tree of blocks. svdpp's tests cover only these classes, so checkpoints with another
+    class are refused."""
     videos: str = "videos"
     """Name of the decoded video in the state after the last block."""
     has_batch: bool = True
@@ -156,10 +156,11 @@ class ModularSpec:
     `MiniMaxH3ImageReference`. The class is defined in the pipeline's package. None: the pipeline
     takes plain images."""
     rewritten: frozenset[str] = frozenset()
-    """Names of values that packets between ranks need not contain: each iteration of the denoising
-    loop writes them before it reads them, and nothing reads them after a step. The engine finds
-    most of these values itself. This field must list only those that the engine cannot find:
-    tensors in lists, and tensors that a block reads without need, because it reads all values."""
+    """Names of values in the pipeline's state that packets between ranks need not contain, because
+    each iteration of the denoising loop writes them before it reads them, and nothing reads them
+    after a step. The engine finds most such values itself. This field lists only those that it
+    cannot find: tensors in lists, and tensors that a block reads only because it reads all values
+    of the state."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""
@@ -236,9 +237,9 @@ class FamilySpec:
     shared_components: tuple[str, ...] = ()
     """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions for the class names of components, by component name. An entry is needed
-    only for a component without a default in `models.checkpoint_configs`, and to replace a
-    default."""
+    """Regular expressions that the class names of components must match, by component name. Common
+    components have a default in `models.checkpoint_configs`; an entry replaces the default, or is
+    for a component that has none."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all classes can be imported from `diffusers`."""
@@ -263,8 +264,8 @@ class FamilySpec:
     later ranks get placeholders of the same shapes. `first step`: only the first step uses the
     results. `recomputed`: nothing is recorded, and every rank calls the method itself, because its
     result is large but cheap. A number n: the pipeline calls the method several times, and only the
-    result of call n (from 0) is used. A method that is not listed: all steps and
-    the decode may use the results, except those of methods that preprocess images."""
+    result of call n (from 0) is used. A method that is not listed: all steps and the decode may use
+    the results, unless the method only preprocesses images; then the results are `unused`."""
     initial_latent_source: str | None = None
     """Name of the tensor in a packet that serves as the initial latent on later ranks, in place of
     the result of `prepare_latents`. `latents`: the current latent. This works if steps after the
@@ -272,9 +273,9 @@ class FamilySpec:
     input image. Another name: a copy of the initial latent, which packets contain under this name.
     None: only the first step uses the initial latent, so packets after this step lack it."""
     num_results_equal_latents: int = 0
-    """Number of schedulers whose step results equal the latent, so that packets need not contain
-    the results. If the number is n, these are the first n schedulers of the pipeline, in the order
-    of their first `step`."""
+    """Number n of schedulers whose `step` returns exactly the latent that the packet contains, so
+    that packets need not contain the result of `step` as well. These are the first n schedulers of
+    the pipeline, in the order of their first `step`."""
     branches: Literal["calls", "batch", "replay"] | None = None
     """How two ranks can share a step with classifier-free guidance, which evaluates the denoiser
     for two branches. `calls`: each branch is a call of the denoiser, and no result is used before
