@@ -1,4 +1,7 @@
-"""Readers of cost models, from a preset, a costs file, or the `run.json` of an earlier run."""
+"""Readers of cost models, which say how many seconds each kind of work of a run takes.
+
+A cost model comes from a preset, a costs file, or the `run.json` of an earlier run.
+"""
 
 from __future__ import annotations
 

@@ -571,9 +571,9 @@ _LATENT_IDENTITY = (
 )
 
 
-#: Name of a machine condition (see `worker.device.conditions_of`): whether the attention backend
-#: gives equal bits for equal inputs. It is recorded only for clips with an `attention_backend`.
-#: Each rank measures it, so ranks with equal devices may still have different values.
+#: Key in the conditions of a rank (see `worker.device.conditions_of`). The value says whether the
+#: attention backend gave equal bits for equal inputs; without an `attention_backend`, the key is
+#: missing. Each rank measures the value, so it may differ even between ranks with equal devices.
 ATTENTION_REPEATS = "attention_repeats"
 
 
@@ -619,7 +619,11 @@ def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 
 @cache
 def configuration_fields() -> frozenset[str]:
-    """Return the names of all configuration fields. Error messages put these names in backticks."""
+    """Return the names of all configuration fields.
+
+    Error messages put these names in backticks, so that the command line and the server can replace
+    them by the names of options and of request fields.
+    """
     kinds: tuple[Any, ...] = (
         *(PipelineConfig, ModelConfig, CostModel, ClipRequest, OutputConfig, Tolerance),
         *SAMPLING_CLASSES.values(),

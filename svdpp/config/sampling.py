@@ -167,7 +167,8 @@ def params_of(kind: Any) -> dict[str, Param]:
     return params
 
 
-#: Parameters that HTTP requests do not have as fields, or have under another name.
+#: Parameters that are not fields of HTTP requests. Requests set height and width by `size`, and
+#: cannot set `decode_chunk_size`, because a server decodes all clips with the same value.
 _NOT_IN_REQUESTS = ("height", "width", "decode_chunk_size")
 
 
@@ -211,7 +212,8 @@ class CommonSampling:
     #: Whether the family's pipeline crops an image whose aspect ratio differs from the clip's;
     #: other pipelines stretch such an image.
     crops_image: ClassVar[bool] = False
-    #: Whether the family's pipeline keeps the aspect ratio of its images, which are references.
+    #: Whether the pipeline keeps the aspect ratio of the family's images, because they are
+    #: references and not frames of the clip.
     keeps_image_shape: ClassVar[bool] = False
     #: Largest ratio of an image's longer side to its shorter side; None: only the limit for all
     #: image files applies.

@@ -211,10 +211,10 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has the final latent, as the second rank of the pair that computes it.
+        """Whether a rank computes the final latent itself, as the second rank of the last pair.
 
-        If several ranks decode the clip, the last rank sends the final latent only to ranks that do
-        not have it.
+        If several ranks decode the clip, the route's last rank sends the final latent only to
+        ranks that do not have it yet.
 
         Args:
             rank: Any rank of the layout.

@@ -385,9 +385,14 @@ _STABILITY = (
 
 
 def _published(device: str, unet: float, clip: float, encoder: float, decoder: float) -> CostModel:
-    """Return the cost model of a device, from its column of Stability AI's published table.
+    """Return the cost model of a GPU, from its times in a table that Stability AI published.
 
-    The times are in milliseconds. `unet` is the time of 25 calls of the UNet.
+    Args:
+        device: Name of the GPU.
+        unet: Milliseconds of 25 calls of the UNet.
+        clip: Milliseconds of the CLIP image encoder.
+        encoder: Milliseconds of the VAE's encoder.
+        decoder: Milliseconds of the VAE's decoder.
     """
     return CostModel(
         step_seconds=unet / 25 / 1000,

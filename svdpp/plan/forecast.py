@@ -101,8 +101,8 @@ class DeadlockError(ValueError):
     """
 
 
-#: Sender and receiver of a link, and whether the link is only for parts of a clip that several
-#: ranks decode.
+#: Id of a link: sender, receiver, and whether the link is only for clips that several ranks decode.
+#: Such a link carries final latents and decoded frames, and no other packets.
 _LinkId = tuple[int, int, bool]
 #: Id of a transfer: the link, and the number of earlier transfers on the link. A DENOISE that two
 #: ranks run together also has an id, because each rank waits for the other. Its number is -2 minus
@@ -368,8 +368,9 @@ def _most_clips(layout: Layout) -> int:
     each = max(1, visits // layout.num_stages)
     clips = each
     if layout.replicas_are_alike and layout.data_parallel_size > 1:
-        # Alike replicas with equally many clips are computed only once. Some replicas may get one
-        # clip more than others, so at most two replicas are computed, each with half of the visits.
+        # All replicas need the same time for a clip, so replicas with the same number of clips are
+        # computed only once. Some replicas may get one clip more than others, so at most two
+        # replicas are computed, each with half of the visits.
         clips = each * layout.data_parallel_size // 2
     group = layout.data_parallel_size * layout.num_decoders
     return max(1, clips // group) * group

@@ -400,9 +400,7 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _decode_shares(self) -> dict[int, tuple[DecodeShare, ...]]:
-        """Parts of a clip's decode, each with the rank that decodes it.
-
-        The keys are the ranks that finish clips.
+        """Ranks that decode a clip, each with its part, by the number of the rank that finishes it.
 
         The rank that finishes the clip decodes the first part. If this rank is in a pair, the other
         rank of the pair decodes the next part. Earlier ranks of the replica decode the remaining

@@ -55,7 +55,7 @@ _ALL_CHOOSE: Any = ("auto", "data-parallel", "compare")
 
 
 def _option(**about: Any) -> dict[str, LayoutOption]:
-    """Return the dataclass metadata of a layout field: a `LayoutOption` made of `about`."""
+    """Return the dataclass metadata of a layout field: a `LayoutOption` with the given fields."""
     return {"option": LayoutOption(**about)}
 
 

@@ -37,8 +37,9 @@ _UNIT = 1 << _UNIT_BITS
 # 2^64 / golden ratio. The phases of successive clips (see `ClipCuts`) differ by this number, modulo
 # 2^64. Such phases are spread evenly, however many clips there are.
 _GOLDEN = 0x9E3779B97F4A7C15
-# A stage that encodes or decodes also gets steps only if this raises the throughput by more than
-# this fraction. Without steps, the ranks of the stage need not load the denoiser.
+# A stage that encodes or decodes gets steps only if they raise the throughput by more than this
+# fraction. A smaller gain is not worth the memory of the denoiser, which the ranks of the stage
+# need to load only if they run steps.
 _MIN_GAIN_OF_STEPS = 0.005
 
 
@@ -97,7 +98,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class StageGroup:
-    """Stages among which steps are divided: all stages of a replica, or all stages of an expert."""
+    """Stages of a replica among which steps are divided.
+
+    The group has either all stages of the replica, or only the stages that run one of a model's two
+    experts (denoisers).
+    """
 
     num_steps: int
     """Number of steps of a clip that all stages of the group run together."""
@@ -243,11 +248,11 @@ def balanced_cuts(group: StageGroup) -> Cuts:
 
 @dataclass(frozen=True)
 class ClipCuts:
-    """Division of a replica's clips among its stages, at fractional positions of the cuts.
+    """Division of the steps of a replica's clips among its stages.
 
     A cut is the number of finished steps after which a clip goes to the next stage. The ideal
-    position of a cut may be a fraction, so it is rounded up for some clips and down for others: a
-    position c becomes the cut floor(c + phase).
+    position of a cut may be a fraction, such as 3.5. So it is rounded up for some clips and down
+    for others: a position c becomes the cut floor(c + phase), with a phase from 0 to 1.
 
     Each clip has one phase for all of its cuts, so the cuts stay in order. The phases of successive
     clips are spread evenly over 0 to 1, so the mean of the cuts is c, and the number of steps of a
@@ -272,7 +277,7 @@ class ClipCuts:
     def all_cuts(self) -> list[tuple[int, Cuts]]:
         """Return all cuts that a replica's clips can have, as tuples (turn, cuts).
 
-        `turn` is the index in `positions` of the entry that the cuts belong to.
+        `turn` is the index of the entry of `positions` from which the cuts are rounded.
         """
         return [
             (turn, self._rounded(turn, phase))
@@ -381,9 +386,14 @@ def min_period(group: StageGroup, free: Sequence[int] = ()) -> float:
 
 
 def _grid_positions(num_steps: int, shares: Sequence[float]) -> Cuts:
-    """Return positions of cuts: the cumulative sums of `shares`, rounded to 2^-32 steps.
+    """Return the positions of a clip's cuts, in units of 2^-64 steps as in `ClipCuts`.
 
-    The rounding removes small errors that arise when floats are added.
+    The positions are the cumulative sums of `shares`, rounded to 2^-32 steps. The rounding removes
+    small errors that arise when floats are added.
+
+    Args:
+        num_steps: Number of steps of the clip, which is the last position.
+        shares: Number of steps of each stage except the last; may be fractions.
     """
     sums = (min(round(each * 2**32), num_steps << 32) for each in accumulate(shares))
     return (0, *(each << 32 for each in sums), num_steps << _UNIT_BITS)
@@ -459,9 +469,10 @@ def _divide(
 ) -> tuple[StageGroup, StageGroup]:
     """Divide a replica's stages into a group for each expert; return both groups.
 
-    The slower group is as fast as possible. `seconds_of` returns the seconds between finished clips
-    of a group of stages; it must not grow with the number of stages. `counts` are the allowed
-    numbers of stages for the high-noise expert; None: any number is allowed.
+    Of all possible divisions, the result is the one whose slower group is fastest. `seconds_of`
+    returns the seconds between finished clips of a group; the seconds must not grow if the group
+    gets more stages. `counts` are the allowed numbers of stages for the high-noise expert; None:
+    any number is allowed.
     """
 
     def groups(count: int) -> tuple[StageGroup, StageGroup]:

@@ -47,7 +47,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named(None, device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # a RuntimeError, too, which the next clause would catch
+    except OutOfMemoryError:  # it is a RuntimeError, so the next clause would replace it
         raise
     except (AssertionError, RuntimeError) as error:
         raise RequestError(
@@ -70,9 +70,10 @@ def conditions_of(
         device: Name of the rank's device.
 
     Returns:
-        JSON values by name. All devices have settings of torch. GPUs also have the GPU's model and
-        the versions of libraries. With an attention backend, the dict also has the backend's name,
-        and whether the backend always gives equal bits for equal inputs on this device.
+        JSON values by name: settings of torch, the CPU's instruction set, and the class of the
+        feature extractor if the model has one. On a GPU, also the GPU's model and the versions of
+        libraries. With an attention backend, also its name, and whether it always gives equal bits
+        for equal inputs on this device.
 
     Raises:
         RequestError: The attention backend does not run on the device in the model's dtype.

@@ -91,7 +91,11 @@ class Started(Event):
 
 
 class Heartbeat(Event):
-    """Report that a rank is alive, sent every second by a separate thread."""
+    """Report that a rank is alive, and what it does.
+
+    A separate thread sends it every second. It is also sent at once when the rank begins another
+    action or another phase of its start, and when it begins or stops waiting.
+    """
 
     action: ActionField | None = None
     """Current action of the rank; None between actions."""
@@ -276,9 +280,10 @@ _CLASSES = {kind.__name__: kind for base in (_Message, Event) for kind in base._
 
 
 def parse(message: bytes) -> Any:
-    """Parse a message between a rank and the parent; return it as a command or an event.
+    """Parse the bytes of a message between a rank and the parent, as its `to_bytes` returns them.
 
-    `to_bytes` has created the message.
+    Returns:
+        Command (such as `ClipBatch`) or event (such as `ClipDone`).
 
     Raises:
         ValueError: The text is not JSON, or a field is missing, unknown or of another type.

@@ -249,7 +249,8 @@ def load_rank_model(
     return factory.load_engine_model(checkpoint, config.model, config.sampling, device, roles)
 
 
-# A rank decodes a part of a clip for another rank in three actions: RECV, DECODE, SEND_FRAMES.
+# Number of actions by which a rank decodes a part of a clip for another rank, if it must first
+# receive the final latent: RECV, DECODE, SEND_FRAMES.
 _HELP_ACTIONS = 3
 
 
@@ -261,24 +262,24 @@ def _is_decode_help(action: Action) -> bool:
 class ActionQueue(deque[Action]):
     """Queue of a rank's actions, which reorders actions so that clips overlap.
 
-    Clips that are submitted one at a time then overlap as if they were submitted together. If a new
-    list begins with a RECV, the RECV is moved before the work on the queue's last clip, if this
-    work has not begun. In this example, `RECV c1 @2 <0` receives clip 1 from rank 0 after two of
-    its steps:
+    Clips that are submitted one at a time then overlap as if they were submitted together. `add`
+    gets the action list of a new clip. If the list begins with a RECV, this RECV is put before the
+    work on the last clip in the queue, unless that work has begun. In this example,
+    `RECV c1 @2 <0` receives clip 1 from rank 0 after two of its steps:
 
         queue          RECV c0 @2 <0 | DENOISE c0 2:4 | DECODE c0 @4 | FINISH c0 @4
         new list       RECV c1 @2 <0 | DENOISE c1 2:4 | ...
         queue after    RECV c0 @2 <0 | RECV c1 @2 <0 | DENOISE c0 2:4 | ... | DENOISE c1 2:4 | ...
 
     A rank may help another rank to decode clip c, by the actions RECV, DECODE and SEND_FRAMES for
-    some of the frames. The help can begin only when clip c has passed all ranks between the two. To
-    use this time, the rank runs its steps of clip c + 1 first: the three actions, if they have not
-    begun, are moved behind these steps.
+    some of the frames. These actions cannot begin before later ranks have run the clip's last
+    steps. To use this time, the rank runs its own steps of clip c + 1 first: if the three actions
+    have not begun, they are moved behind these steps.
 
-    The three actions are never moved behind a second clip, because this could cause a deadlock when
-    ranks get their lists at different times. Behind only one clip, the three actions wait at most
-    for steps of clip c + 1, and these steps wait at most for the help with clip c on an earlier
-    rank.
+    The three actions are never moved behind the steps of clip c + 2 too, because this could cause a
+    deadlock when ranks get their lists at different times. Behind clip c + 1 alone, no deadlock is
+    possible: the three actions wait at most for steps of clip c + 1, and these steps wait at most
+    for an earlier rank that decodes a part of clip c.
     """
 
     def holds(self, clip: int) -> bool:
@@ -336,7 +337,8 @@ class CommandReceiver:
         Args:
             take_batch: Callback that gets each `ClipBatch` on arrival, and returns this rank's
                 actions.
-            on_idle: Callback that is called whenever no action is left.
+            on_idle: Callback that is called when no action is left, and again in every poll for new
+                commands.
             prepare_image: Callback that gets the request of each `PrepareImage`.
         """
         self._take_batch, self._prepare_image = take_batch, prepare_image

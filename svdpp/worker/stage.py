@@ -52,7 +52,8 @@ from svdpp.worker.rank_context import ClipCancelledError, RankContext
 # Maximum number of model objects that are kept, one for each set of sampling parameters. All model
 # objects share the loaded components.
 _MODELS_KEPT = 8
-# Maximum number of entries in `PipelineStage._first_specs`.
+# Maximum number of kinds of packets for which `PipelineStage._first_specs` keeps tensor shapes and
+# dtypes. When the limit is reached, all kinds are forgotten.
 _KINDS_KEPT = 256
 # Name prefixes of tensors whose sizes may depend on the prompt or the image: results of the encode
 # that later ranks need, and tensors in the state of a modular pipeline.

@@ -55,9 +55,11 @@ def _latent_channels(pipe: Any) -> int:
 
 
 def _latent_frames(pipe: Any, _: Any, frames: int) -> int:
-    """Return CogVideoX's number of latent frames, rounded up to whole patches in time.
+    """Return the number of latent frames of a CogVideoX clip, rounded up to whole patches.
 
-    CogVideoX 1.5 adds latent frames to fill the last patch, and removes them before the decode.
+    `frames` is the number of latent frames to which the VAE compresses the clip. In CogVideoX 1.5,
+    a patch of the denoiser spans several latent frames. The pipeline adds latent frames to fill the
+    last patch, and removes them before the decode.
     """
     size = pipe.transformer.config.patch_size_t or 1
     return -(-frames // size) * size

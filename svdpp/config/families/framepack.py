@@ -46,9 +46,10 @@ def _chunks_of(sampling: Any) -> int:
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return the call arguments of FramePack: the steps of one chunk, and the frames of all chunks.
+    """Return the arguments of the FramePack pipeline's `__call__` that set the chunks of a clip.
 
-    The pipeline computes the number of chunks as `num_frames` / `_WINDOW`.
+    The pipeline makes `num_frames` / `_WINDOW` chunks, and runs `num_inference_steps` steps for
+    each chunk. So both arguments differ from the clip's parameters of the same names.
     """
     chunks = _chunks_of(sampling)
     return {

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 
 from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 
-#: Regular expression for the guider classes that svdpp supports. With these guiders, clips of
-#: modular pipelines have been shown to be bitwise equal to diffusers' own clips. The packets
-#: between ranks contain the state of the guider, such as the momentum of
-#: `AdaptiveProjectedGuidance`.
+#: Regular expression for the guider classes that svdpp supports. Clips of modular pipelines with
+#: these guiders have been compared with diffusers' own clips, and were bitwise equal. A guider may
+#: keep state between steps, such as the momentum of `AdaptiveProjectedGuidance`. The ranks of a
+#: modular pipeline pass this state on with each clip.
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
-#: `GUIDER_CLASSES`, and also the guider that skips layers, `SkipLayerGuidance`. This guider can be
-#: used only with denoisers whose layers diffusers can skip, such as Wan's.
+#: `GUIDER_CLASSES` and `SkipLayerGuidance`, which skips some of the denoiser's layers. Only some
+#: families support it, because diffusers can skip the layers of only some denoisers, such as Wan's.
 GUIDER_CLASSES_WITH_SKIPS = f"{GUIDER_CLASSES}|SkipLayerGuidance"
 
 #: Supported values of each key of `skip_layer_config`, except `indices`. The first value is the

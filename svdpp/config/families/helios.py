@@ -207,7 +207,10 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of Helios' `__call__`: steps of one chunk, and frames of all chunks."""
+    """Return arguments of the `__call__` of Helios' pipeline without pyramid stages.
+
+    The arguments are the number of steps of each chunk, and the number of frames of all chunks.
+    """
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 

@@ -53,10 +53,10 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes that clips from an image may have, and a sampling parameter without effect.
+    """Return the sizes that clips from an image may have, and that `max_sequence_length` is unused.
 
-    The sizes are those to which the pipeline crops images; `image_sizes` has the arguments of
-    `check_image_size`. The parameter without effect is `max_sequence_length`.
+    The sizes are those to which the pipeline crops images. `image_sizes` describes them by two
+    numbers; see `CheckedCheckpoint.image_sizes`.
     """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
@@ -126,8 +126,8 @@ HUNYUAN_VIDEO_15_MODULAR = replace(
     aliases=("HunyuanVideo15Pipeline", _IMAGE_PIPELINE),
     text_aliases=("HunyuanVideo15Pipeline",),
     size_from_image=False,
-    # `shared_components` does not list the guider, because a checkpoint may lack it. diffusers then
-    # creates a default guider.
+    # Checkpoints must have all components in `shared_components`. The guider is not listed, because
+    # a checkpoint may lack it: diffusers then creates a default guider.
     shared_components=(),
     component_classes={"guider": GUIDER_CLASSES},
     branches="replay",

@@ -23,7 +23,7 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return Latte's only number of frames, and that `max_sequence_length` has no effect."""
+    """Return the only number of frames of Latte's clips, and a parameter without effect."""
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of frames that the model makes"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

@@ -97,7 +97,10 @@ class Ltx2ConditionSampling(Ltx2BaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class Ltx2ReferenceSampling(Ltx2BaseSampling):
-    """Sampling parameters of `LTX2InContextPipeline`, including those for the reference."""
+    """Sampling parameters that all families with `LTX2InContextPipeline` share.
+
+    Their clips have a reference: an image or a video to which the denoiser attends in every step.
+    """
 
     own: ClassVar[Mapping[str, Param]] = {
         **Ltx2BaseSampling.own,

@@ -14,8 +14,8 @@ from svdpp.config.limits import MAX_FRAMES
 from svdpp.config.sampling import CommonSampling
 from svdpp.errors import ModelError
 
-#: Facts that a family reads from a checkpoint's configs: values for fields of
-#: `models.checkpoint.Checkpoint`, by field name.
+#: Facts that `FamilySpec.checkpoint_facts` reads from a checkpoint's configs. They become fields of
+#: `models.checkpoint.Checkpoint`; the keys are the names of the fields.
 CheckpointFacts = dict[str, Any]
 
 #: Components that can take part in encoding an image. Most checkpoints have only some of them.
@@ -57,11 +57,14 @@ class ConfigFile(Protocol):
         """
 
     def refuse(self, key: str, reason: str) -> None:
-        """Raise a `ModelError` unless a key of a JSON file is missing, null, false or empty.
+        """Raise a `ModelError` if a checkpoint's JSON file sets a key that svdpp does not support.
+
+        A key that is null, false, 0 or empty counts as not set.
 
         Args:
             key: Key of the config.
-            reason: Effect of the key, such as "draws noise", which the message puts after "it".
+            reason: Effect of the key, such as "draws noise". The message is "the key KEY is not
+                supported: it draws noise".
         """
 
 
@@ -97,9 +100,10 @@ class CheckedCheckpoint(Protocol):
 
     @property
     def image_sizes(self) -> tuple[int, int] | None:
-        """Limits of the size of clips from an image; None: any size is allowed.
+        """Sizes that clips from an image may have, as (target, unit) in pixels; None: any size.
 
-        The numbers are the arguments `target` and `unit` of `check_image_size`, in pixels.
+        A square clip has sides of `target` pixels, and clips of other shapes have about the same
+        area. Height and width are multiples of `unit`.
         """
 
     @property
@@ -131,12 +135,12 @@ class ModularSpec:
 
     blocks: tuple[str, ...]
     """Supported values of `_blocks_class_name` in a checkpoint's index: the class of the pipeline's
-    tree of blocks. svdpp's tests cover only these classes, so checkpoints with another are
-    refused."""
+    tree of blocks. svdpp's tests cover only these classes, so checkpoints with another
+    class are refused."""
     videos: str = "videos"
     """Name of the decoded video in the state after the last block."""
     has_batch: bool = True
-    """Whether the decoded video and sound are batches of one; otherwise they have no batch axis."""
+    """Whether the decoded video and sound have a batch axis, which has length one."""
     audio: str | None = None
     """Name of the decoded sound in the state after the last block; None: the pipeline makes no
     sound."""
@@ -148,14 +152,15 @@ class ModularSpec:
     """Function that gets the sampling parameters and returns further arguments for the guiders'
     classes, such as `{"guider": {"stg_scale": 1.0}}`."""
     reference_class: str | None = None
-    """Name of the class in which the pipeline expects each reference image, such as
-    `MiniMaxH3ImageReference`. The class is in the pipeline's package. None: the pipeline takes the
-    images themselves."""
+    """Name of the class in which each reference image must be wrapped for the pipeline, such as
+    `MiniMaxH3ImageReference`. The class is defined in the pipeline's package. None: the pipeline
+    takes plain images."""
     rewritten: frozenset[str] = frozenset()
-    """Names of values that packets between ranks need not contain: each iteration of the denoising
-    loop writes them before it reads them, and nothing reads them after a step. The engine finds
-    most of these values itself. This field must list only those that the engine cannot find:
-    tensors in lists, and tensors that a block reads without need, because it reads all values."""
+    """Names of values in the pipeline's state that packets between ranks need not contain, because
+    each iteration of the denoising loop writes them before it reads them, and nothing reads them
+    after a step. The engine finds most such values itself. This field lists only those that it
+    cannot find: tensors in lists, and tensors that a block reads only because it reads all values
+    of the state."""
     latent_divisor: Callable[[Any, int], int] = lambda *_: 1
     """Function that returns how many times smaller the latent's height and width are than those of
     the final latent. Its arguments are the sampling parameters and the number of finished steps."""
@@ -232,9 +237,9 @@ class FamilySpec:
     shared_components: tuple[str, ...] = ()
     """Names of the components without weights that every rank loads."""
     component_classes: Mapping[str, str] = field(default_factory=dict)
-    """Regular expressions for the class names of components, by component name. An entry is needed
-    only for a component without a default in `models.checkpoint_configs`, and to replace a
-    default."""
+    """Regular expressions that the class names of components must match, by component name. Common
+    components have a default in `models.checkpoint_configs`; an entry replaces the default, or is
+    for a component that has none."""
     pipeline_package: str | None = None
     """Subpackage of `diffusers.pipelines` with the component classes that cannot be imported from
     `diffusers` itself; None: all classes can be imported from `diffusers`."""
@@ -252,23 +257,25 @@ class FamilySpec:
     record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
         default_factory=dict
     )
-    """Who uses the result of a pipeline method after the encode, by the method's name. The rank
-    that encodes a clip records such results. Packets carry them to the later ranks, whose calls of
-    the method return them (`models.engine.records`). `unused`: no step and no decode uses the
-    result, so later ranks get placeholders of its shape. `first step`: only the first step uses
-    them. `recomputed`: nothing is recorded, and every rank calls the method itself, because its
-    result is large but cheap. A number n: of several calls of the method, only the result of call n
-    (from 0) is used. A method without a rule: all steps and the decode use the results."""
+    """Parts of a run that use the results of a pipeline method, by the method's name. Results that
+    are not used need not be sent. The rank that encodes a clip calls the method and records its
+    results. Packets carry the recorded results to later ranks, where calls of the method return
+    these results (`models.engine.records`). `unused`: no step and no decode uses the results, so
+    later ranks get placeholders of the same shapes. `first step`: only the first step uses the
+    results. `recomputed`: nothing is recorded, and every rank calls the method itself, because its
+    result is large but cheap. A number n: the pipeline calls the method several times, and only the
+    result of call n (from 0) is used. A method that is not listed: all steps and the decode may use
+    the results, unless the method only preprocesses images; then the results are `unused`."""
     initial_latent_source: str | None = None
-    """Name of the tensor in a packet that later ranks use as the result of `prepare_latents`.
-    `latents`: the current latent. It can replace the result if steps after the first read only
-    parts of the result that no step changes, such as the latent of the input image. Another name: a
-    copy of the initial latent, which packets contain under this name. None: only the first step
-    uses the result, so packets after this step do not contain it."""
+    """Name of the tensor in a packet that serves as the initial latent on later ranks, in place of
+    the result of `prepare_latents`. `latents`: the current latent. This works if steps after the
+    first read only parts of the initial latent that no step changes, such as the latent of the
+    input image. Another name: a copy of the initial latent, which packets contain under this name.
+    None: only the first step uses the initial latent, so packets after this step lack it."""
     num_results_equal_latents: int = 0
-    """Number of schedulers whose step results equal the latent, so that packets need not contain
-    the results. If the number is n, these are the first n schedulers of the pipeline, in the order
-    of their first `step`."""
+    """Number n of schedulers whose `step` returns exactly the latent that the packet contains, so
+    that packets need not contain the result of `step` as well. These are the first n schedulers of
+    the pipeline, in the order of their first `step`."""
     branches: Literal["calls", "batch", "replay"] | None = None
     """How two ranks can share a step with classifier-free guidance, which evaluates the denoiser
     for two branches. `calls`: each branch is a call of the denoiser, and no result is used before
@@ -342,8 +349,8 @@ class FamilySpec:
     modular: ModularSpec | None = None
     """Facts about the family's modular pipelines; None: the pipelines are not modular."""
     resizes_early: bool = False
-    """Whether `EngineModel.prepare` resizes the image in svdpp's own code, before the pipeline's
-    encode."""
+    """Whether svdpp's own code resizes the input image for the encoders, in place of the pipeline.
+    `EngineModel.prepare` can then do this ahead of the encode, in another thread."""
 
     def __post_init__(self) -> None:
         assert issubclass(self.sampling, CommonSampling)
@@ -369,7 +376,10 @@ class FamilySpec:
 
     @property
     def own_guiders(self) -> frozenset[str]:
-        """Names of the guiders that a modular checkpoint of the family may configure."""
+        """Names of the guiders for which a modular checkpoint may contain its own config.
+
+        For other guiders of the pipeline, svdpp runs only the default guider of diffusers.
+        """
         guiders = {} if self.modular is None else self.modular.guiders
         return frozenset(name for name in guiders if name in self.component_classes)
 

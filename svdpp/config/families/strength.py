@@ -14,14 +14,15 @@ STRENGTH = Param(
 
 
 def all_steps(sampling: Any) -> dict[str, int]:
-    """Return `num_inference_steps` for a video-to-video pipeline, so that it runs all steps.
+    """Return the argument `num_inference_steps` with which a pipeline runs all steps of a clip.
 
-    The pipeline runs only the fraction `strength` of the steps that its argument
-    `num_inference_steps` says. So the returned number is larger than the clip's number of steps,
-    unless `strength` is 1.
+    Video-to-video pipelines run only the fraction `strength` of the steps that this argument says.
+    With a `strength` below 1, the argument must therefore be larger than the clip's number of
+    steps: for 20 steps and a `strength` of 0.5, it is 40.
 
     Args:
-        sampling: Resolved sampling parameters, with the field `strength`.
+        sampling: Resolved sampling parameters of the clip. The field `num_inference_steps` is the
+            number of steps that run.
     """
     steps, strength = sampling.num_inference_steps, sampling.strength
     fewest = max(steps, int(steps / strength) - 1)

@@ -178,7 +178,8 @@ class Wan22VaceControlModularSampling(WanControlSampling):
 
 
 _TWO_IMAGES = "is set only for models with a first and a last image"
-#: Name of the family for models with one denoiser instead of two experts, by the denoiser's class.
+#: Family that runs a model with one denoiser, by the class of the denoiser. An error names this
+#: family if a user chose a family for models with two denoisers (experts).
 _ONE_EXPERT = {"WanTransformer3DModel": "wan_modular", "WanVACETransformer3DModel": "wan_vace"}
 #: Largest side of a patch that the denoiser may have, in positions of the latent.
 _MAX_PATCH = 64
@@ -188,7 +189,10 @@ _MODULAR_BOUNDARY = 0.875
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether Wan's denoiser has layers for an image embedding, which LoRAs could change."""
+    """Return whether Wan's denoiser has layers that project the embedding of an input image.
+
+    diffusers would silently ignore LoRA tensors for these layers if the denoiser lacks them.
+    """
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
