@@ -139,7 +139,9 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 
 
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
-    """Write a benchmark's metrics as CSV: a row for each case and round, and for all rounds.
+    """Write a benchmark's metrics as CSV, with one row for each round of each case.
+
+    The last row of a case has the metrics over all rounds.
 
     Args:
         path: Path of the file.

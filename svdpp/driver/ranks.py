@@ -333,8 +333,8 @@ class PipelineRanks:
             if error is not self._closed_error:
                 self.run_error = error
         try:
-            # After `_abort`, ranks that a launcher has started are not killed here but later, in
-            # `_clean_up`, because `_abort` first checks whether one of them has failed.
+            # If `_abort` has ended the run, ranks that a launcher has started are not killed here:
+            # `_abort` first reads their reports to find a failed rank. `_clean_up` kills them then.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:
@@ -413,7 +413,8 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
     Such differences can change the bits of clips.
 
     Args:
-        started: `Started` event of each rank, with device and conditions.
+        started: `Started` event of each rank, with its device and the conditions that can change
+            bits, such as versions of libraries.
         backend: Backend of the process group. With NCCL, ranks cannot share a GPU.
         allowed: Whether ranks are allowed to differ.
 

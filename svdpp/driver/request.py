@@ -150,8 +150,8 @@ class PipelineRequest:
     costs: CostModel | None = None
     """Costs for forecasts, with the number of ranks on each host; None: `assumed_costs`."""
     expert_boundary: int | None = None
-    """Number of steps of the high-noise expert, if the model's configs cannot be read. None: the
-    number is computed from the configs."""
+    """Number of steps that the high-noise expert (the first of two denoisers) computes. It is set
+    if the model's configs cannot be read. None: the number is computed from the configs."""
     memory_gib: tuple[float, ...] | None = None
     """Memory of each device in GiB, for the choice of a layout. None: the free memory of this
     machine's devices."""
@@ -449,8 +449,8 @@ class PipelineRequest:
         # the search may choose 2 only if the user set the field to "auto".
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
-        # Layout fields without `chosen_by` are set only by the user, so all layouts keep the user's
-        # values.
+        # If `chosen_by` of a layout field is empty, the search never chooses this field. So all
+        # layouts that the search compares get the user's value.
         kept = {name for name, option in layout_options().items() if not option.chosen_by}
         return {
             **{name: value for name, value in given.items() if name in kept},

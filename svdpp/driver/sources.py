@@ -186,7 +186,7 @@ def _listed(values: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dicts(JobFile):
-    """Jobs file whose lines are dicts from the caller of `generate`."""
+    """Stand-in for a jobs file: its lines are the dicts that the caller gave to `generate`."""
 
     name: str = "inputs"
     folder: Path = Path()
