@@ -35,13 +35,12 @@ class Ratio:
 
     If the range includes 1, noise alone may explain the difference between A and B.
 
-    Each benchmark measures the metric in several rounds. The range begins with all ratios of a
-    round of B to a round of A, from the smallest to the largest. Both ends are then moved outwards
-    by a margin. The margin is the sum of two logarithms of ratios:
+    Each benchmark measures the metric in several rounds. Without a margin, the range reaches from
+    the smallest to the largest ratio of a round of B to a round of A. A margin widens the range at
+    both ends. On a logarithmic scale, the margin is the sum of two parts:
     - the drift: how much faster or slower the machine was during B than during A;
-    - the spread: the largest over the smallest value of the rounds of A or of B, whichever is
-      larger. The spread is multiplied by a factor that is smaller if there are more rounds: 2 for 3
-      rounds, 1 for 4 rounds, 1/2 for 5 rounds, and so on.
+    - the spread (the largest over the smallest value) of A's or of B's rounds, whichever is larger,
+      times a factor: 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds, and so on.
 
     Simulations with normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9
     rounds show: if A and B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons.
@@ -119,9 +118,11 @@ class Comparison:
     """Run id of B."""
     ratios: list[Ratio]
     settings: list[str]
-    """Configuration fields that differ, such as `pipeline.world: 2, 4`."""
+    """Configuration fields that differ, with the values in A and B, such as
+    `pipeline.world: 2, 4`."""
     machines: list[str]
-    """Facts about the machines that differ, such as `gpu: NVIDIA A100, NVIDIA H200`."""
+    """Facts about the machines that differ, with the values of A and B, such as
+    `gpu: NVIDIA A100, NVIDIA H200`."""
     same_bits: bool | None
     """Whether the clips of A and B have the same latents; None if A and B made different clips."""
 

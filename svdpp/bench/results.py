@@ -29,7 +29,7 @@ SCHEMA_VERSION = 5
 SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
 ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
-#: Metric that is compared in a speed-up: the pipeline's value divided by a baseline's value.
+#: Metric from which speed-ups are computed: the pipeline's value divided by a baseline's value.
 RATE = "steady_clips_per_minute"
 
 

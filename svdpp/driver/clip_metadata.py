@@ -240,7 +240,7 @@ class _ClipMetadata(BaseModel):
     input_sha256: _Sha256 | None
     last_image: str | None = None  # the field exists only for clips that end at an image
     last_image_sha256: _Sha256 | None = None
-    # The next two fields exist only for clips that have references.
+    # The next two fields exist only for clips with reference images.
     references: list[str] = Field(default_factory=list)
     references_sha256: list[_Sha256] = Field(default_factory=list)
     output: str
@@ -343,7 +343,8 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
     # Early versions of svdpp made only SVD clips and wrote no `family`, so SVD's schema does not
-    # require this field. It is also used for an unknown family: its error names `family` as wrong.
+    # require this field. For an unknown family, SVD's schema is used too, because its error then
+    # names `family` as the wrong field.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )

@@ -87,7 +87,8 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
     if visible_gpus():
         import torch
 
-        if torch.cuda.is_available():  # `is_available` is false for a CPU build of torch
+        # A CPU build of torch cannot use the GPU: then `is_available` is false.
+        if torch.cuda.is_available():
             return "cuda"
     if any_on_cpu or model_name in (*DEMO_MODELS, DUMMY_MODEL):
         return "cpu"
@@ -98,7 +99,7 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
 
 
 def default_dtype(device: str, family: str) -> Dtype:
-    """Return the precision that diffusers' examples use for a model family.
+    """Return the default dtype: on GPUs as in diffusers' examples for the family, on CPUs fp32.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
@@ -325,7 +326,9 @@ class PipelineRequest:
         """Split to use if the user gives no split; None: the default of `ParallelConfig`."""
         given = self.parallel
         can_be_balanced = self._requires_even_steps(given) and "split" not in given
-        if self._boundary is not None:  # two experts rarely have equal numbers of steps
+        # A uniform split gives each rank the same number of steps. It rarely fits a model with two
+        # experts, because the experts rarely have the same number of steps.
+        if self._boundary is not None:
             if can_be_balanced and self.expert_boundary is None:
                 return "balanced"
         elif (self.serves or self.steps_vary) and not self.layout and not self._overrides(given):

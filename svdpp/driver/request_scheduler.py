@@ -37,7 +37,7 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # LoRA files by `Lora`. The weight of each key is 1, because the file does not depend on the
+        # LoRA files by `Lora`. All keys have the weight 1, because a file does not depend on the
         # weight. Each file has two keys: a `Lora` with the name in the request, and a `Lora` with
         # the path of the file.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}

@@ -243,7 +243,7 @@ _ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_s
 def _as_png(image: Image.Image, index: int) -> Image.Image:
     """Return a copy of an image in a mode that PNG supports, with equal colours and no metadata.
 
-    A rotation in EXIF metadata is not applied, as in diffusers' pipelines.
+    A rotation in EXIF metadata is ignored; diffusers' pipelines ignore it too.
     """
     if image.mode in ("F", "I"):
         raise InputError(

@@ -399,8 +399,8 @@ class StallDetector:
     - A rank has not joined (become ready for work) within `start_timeout_seconds`.
     - A rank has sent no heartbeat for `max_silence_seconds`, or, before it has joined, for eight
       times as long.
-    - All ranks have joined, and a rank makes no progress for `timeout_seconds`, although it does
-      not wait for another rank.
+    - All ranks have joined, and a rank that waits for no other rank, or that still writes files,
+      makes no progress for `timeout_seconds`.
     - All busy ranks wait for each other for `timeout_seconds`. The rank whose last progress is the
       oldest counts as stalled.
 
@@ -484,7 +484,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start, preferably one that does not wait for a rank."""
+        """Return the rank that delays the start, preferably one that waits for no other rank."""
         phases = {
             rank: (
                 state.joined,

@@ -37,7 +37,8 @@ def measure_distances(
 ) -> None:
     """Compare the tensors of finished clips with the reference's, where hashes differ.
 
-    A tensor of which only the hash is stored cannot be compared. Its check then stays failed.
+    A tensor of which only the hash is stored cannot be compared. Its check stays failed; a latent's
+    check becomes unknown if the clip's frames were compared.
 
     Args:
         tasks: Finished clips with the same configuration.

@@ -119,9 +119,9 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
 
     Args:
         clip: Finished clip.
-        image: Path of a folder that contains the file, or of the clip's first image, which is used
-            only if `name` is "". Otherwise the file is searched for at the recorded path, and then
-            in the clip's folder.
+        image: Path of the clip's first image, or of a folder with the clip's inputs. If it is None,
+            or is an image and `name` is another input, the file is searched for at the recorded
+            path, and then in the clip's folder.
         name: Name of the input: `last_image`, or the name of a reference image or of an additional
             video; "": the clip's first image.
 
