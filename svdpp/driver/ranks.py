@@ -29,8 +29,9 @@ from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
-# Fields of the configuration that `shared_settings` leaves out, because they may differ between
-# ranks, or because other code compares them.
+# Fields of the configuration that `shared_settings` does not copy. `sampling` is left out because
+# its fields are copied one by one. `loras` and `denoisers` may have other paths on each host, so
+# hashes of the files are compared instead. The other fields may differ between ranks.
 _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
