@@ -31,16 +31,19 @@ _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
 
 @dataclass(frozen=True, kw_only=True)
 class Ratio:
-    """Ratio of one metric of two benchmarks, B over A, and the range in which noise may move it.
+    """Ratio of one metric of two benchmarks, B over A, and the range of noise around the ratio.
 
-    If the range includes 1, noise alone may explain the difference between A and B. The range
-    reaches from the smallest to the largest ratio of a round of B to a round of A, and is widened
-    by a margin at both ends. On a logarithmic scale, the margin is the measured drift of the
-    machine, plus the spread of A's or B's rounds (the largest over the smallest value), whichever
-    is larger, times a factor: 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds, and so on. If A and
-    B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons, according to
-    simulations with normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9
-    rounds.
+    If the range includes 1, noise alone may explain the difference between A and B.
+
+    Each benchmark measures the metric in several rounds. Without a margin, the range reaches from
+    the smallest to the largest ratio of a round of B to a round of A. A margin widens the range at
+    both ends. On a logarithmic scale, the margin is the sum of two parts:
+    - the drift: how much faster or slower the machine was during B than during A;
+    - the spread (the largest over the smallest value) of A's or of B's rounds, whichever is larger,
+      times a factor: 2 for 3 rounds, 1 for 4 rounds, 1/2 for 5 rounds, and so on.
+
+    Simulations with normal, exponential and Student's t noise (2 degrees of freedom) and 3 to 9
+    rounds show: if A and B are equally fast, the range excludes 1 in at most 2 of 1000 comparisons.
     """
 
     name: str
@@ -115,9 +118,11 @@ class Comparison:
     """Run id of B."""
     ratios: list[Ratio]
     settings: list[str]
-    """Configuration fields that differ, such as `pipeline.world: 2, 4`."""
+    """Configuration fields that differ, with the values in A and B, such as
+    `pipeline.world: 2, 4`."""
     machines: list[str]
-    """Facts about the machines that differ, such as `gpu: NVIDIA A100, NVIDIA H200`."""
+    """Facts about the machines that differ, with the values of A and B, such as
+    `gpu: NVIDIA A100, NVIDIA H200`."""
     same_bits: bool | None
     """Whether the clips of A and B have the same latents; None if A and B made different clips."""
 
@@ -223,8 +228,9 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
             yield ratio(f"{PIPELINE} / {case}", *rounds)
     for name, words in _COMPARED.items():
         alone = _values(a, ONE_DEVICE, name), _values(b, ONE_DEVICE, name)
-        # diffusers did the same work in A and B, so its times show the drift of the machine's
-        # speed. The drift is unknown if diffusers ran out of memory.
+        # If diffusers did the same work in A and B (`same_baseline`), a difference of its times
+        # shows how much the machine's speed has drifted. Without these times, for example if
+        # diffusers ran out of memory, the drift counts as 0.
         drift = math.log(ratio("", *alone).value) if same_baseline and all(alone) else 0.0
         for case in (PIPELINE, DATA_PARALLEL, ONE_DEVICE):
             values = _values(a, case, name), _values(b, case, name)

@@ -109,7 +109,8 @@ class Ranks(_Layout):  # type: ignore[misc]
     """Number of ranks W; None: one for each GPU, or 2 on the CPU."""
     device: str = "cuda"
     costs: str | None = None
-    """Costs by which the split is chosen: a costs file or a preset; None: svd-xt-a100."""
+    """Costs by which the split is chosen: a costs file or a preset. None: the preset svd-xt-a100
+    for SVD models; for other models, a step costs 1 s, and other work nothing."""
     threads: Positive | None = None
     """CPU threads of each rank, in the pipeline and the baselines; None: 1 on CUDA, else cores //
     ranks."""
@@ -281,7 +282,7 @@ def read_config(name: str, overrides: Sequence[str]) -> BenchConfig:
 
 
 def pipeline_config(bench_config: BenchConfig, launched: World | None = None) -> PipelineConfig:
-    """Return a benchmark's `PipelineConfig`, which `svdpp run` would make from the same options.
+    """Return a benchmark's `PipelineConfig`, equal to that of `svdpp run` with the same options.
 
     Args:
         bench_config: Configuration of the benchmark.

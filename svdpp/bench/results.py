@@ -29,7 +29,7 @@ SCHEMA_VERSION = 5
 SUMMARY, TABLE, CONFIG, ENVIRONMENT = "summary.json", "summary.csv", "config.yaml", "env.json"
 ROUNDS, SPANS, PROFILE, COSTS = "rounds.jsonl", "spans.jsonl", "profile.json", "costs.json"
 
-#: Metric that is compared in a speed-up: the pipeline's value divided by a baseline's value.
+#: Metric from which speed-ups are computed: the pipeline's value divided by a baseline's value.
 RATE = "steady_clips_per_minute"
 
 
@@ -139,7 +139,9 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 
 
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
-    """Write a benchmark's metrics as CSV: a row for each case and round, and for all rounds.
+    """Write a benchmark's metrics as CSV, with one row for each round of each case.
+
+    The last row of a case has the metrics over all rounds.
 
     Args:
         path: Path of the file.

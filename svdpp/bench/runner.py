@@ -137,8 +137,8 @@ class Bench:
             pipeline.run(self.requests[:2])
 
     def _measure(self, case: str, number: int, title: str, open_observer: OpenObserver) -> Round:
-        # The peak memory is reset, because under a launcher rank 0 computes in this process, in one
-        # measurement after another.
+        # Under a launcher, rank 0 computes in this process in all measurements. Without the reset,
+        # its peak memory would include the peak of earlier measurements.
         reset_peak()
         config = self.cases[case]
         # Clips alternate between the replicas, and within a replica between its decoders. So
@@ -176,7 +176,8 @@ class Bench:
 def turns(cases: Iterable[str], repeats: int) -> Iterator[tuple[int, str]]:
     """Yield the (round, case) pairs of a benchmark in the order in which they are measured.
 
-    Each round begins with the next case, so that no case is always measured first.
+    The first case changes from round to round (A B C, then B C A), so that no case is always
+    measured first.
 
     Args:
         cases: Names of the cases.

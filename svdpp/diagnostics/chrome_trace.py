@@ -120,7 +120,10 @@ class TraceFile:
                 yield from self._transfer(placed)
 
     def _transfer(self, transfer: TransferSpan) -> Iterator[_TraceEvent]:
-        """Yield one rank's trace events of a transfer: a slice, and one end of an arrow."""
+        """Yield one rank's trace events of a transfer: a slice, and one end of an arrow.
+
+        The arrow goes from the sender's track to the receiver's, so each rank adds one end of it.
+        """
         rank, direction, peer = link = (transfer.rank, transfer.direction, transfer.peer)
         is_send = direction == "send"
         # One track for each link, because transfers on one link never overlap.

@@ -320,7 +320,7 @@ def _check_memory(config: PipelineConfig, _: Path) -> str:
 
 
 def _check_transfers(config: PipelineConfig, _: Path) -> str:
-    """Run the `doctor` check of transfers between ranks, by the dummy model and checksums."""
+    """Run the `doctor` check of transfers: ranks send latents of the dummy model with checksums."""
     if config.world_size == 1:
         raise _Skipped("one rank has no neighbour")
     dummy = replace(

@@ -153,7 +153,10 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def _waits(metrics: RunMetrics) -> Iterator[Finding]:
-    """Yield the causes of the ranks' waits in a run. Causes without an effect have 0 seconds."""
+    """Yield a finding for each possible cause of waits: images, disk, transfers, too few clips.
+
+    `lost_seconds` is 0 for a cause that cost no time.
+    """
     rank = max(metrics.ranks, key=lambda rank: rank.image_wait)
     text = f"rank {rank.rank} waits {rank.image_wait:.1f} s for images to be read"
     yield Finding("images", text, rank.rank, rank.image_wait)
@@ -180,7 +183,7 @@ def _waits(metrics: RunMetrics) -> Iterator[Finding]:
 
 
 def analyze(metrics: RunMetrics, costs: Path, option: str = _OPTION_FORMAT) -> RunAnalysis:
-    """Return the analysis of a run's metrics: what limits it, and a faster layout if known.
+    """Return the analysis of a run's metrics: causes that limit the speed, and a faster layout.
 
     Args:
         metrics: Metrics of the finished run.
@@ -245,7 +248,7 @@ def read_report(path: Path) -> tuple[dict[str, Any], RunAnalysis | None]:
         no clip, or used an earlier version of svdpp.
 
     Raises:
-        InputError: The manifest is missing, damaged, or of another kind.
+        InputError: The manifest is missing or damaged, or the file is not the manifest of a run.
     """
     manifest = _find_manifest(path)
     content = read_manifest(manifest)

@@ -318,7 +318,10 @@ def _work_metrics(seconds: Iterable[float]) -> WorkMetrics:
 
 
 def _whole_clip_seconds(span: Span) -> float:
-    """Return the seconds of an action for a whole clip: 4 s, if a DECODE of half of it took 2 s."""
+    """Return the seconds that an action would take for a whole clip.
+
+    For example, the result is 4 s if a DECODE of half of the clip's frames took 2 s.
+    """
     return (span.end - span.start) / span.action.fraction
 
 

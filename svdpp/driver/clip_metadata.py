@@ -50,8 +50,8 @@ def divides_batches(config: PipelineConfig, checkpoint: Checkpoint | None) -> bo
     """Whether two ranks share each step (`cfg_parallel` 2) by dividing the denoiser's batch.
 
     The batch contains the conditional and the unconditional input of classifier-free guidance, and
-    each rank evaluates one of the two. The clips are then not claimed to be bitwise equal to
-    diffusers' clips, because kernels may give other bits for half a batch.
+    each rank evaluates one of the two. Kernels may give other bits for half a batch, so svdpp does
+    not promise that such clips are bitwise equal to diffusers' clips.
 
     Args:
         config: Configuration of the pipeline.
@@ -207,7 +207,7 @@ def versions() -> dict[str, str]:
 
 
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-# Repository and commit of a component from another repository: OWNER/NAME@COMMIT.
+# Source of a component that is not from the model's own repository: OWNER/NAME@COMMIT.
 _ComponentRevision = Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$")]
 
 
@@ -233,14 +233,14 @@ class _ClipMetadata(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    # The type is not Literal[1, 2], because it would accept true and 1.0 as 1.
+    # The type is not Literal[1, 2], because pydantic's Literal would accept true and 1.0 as 1.
     schema_version: Annotated[int, Field(ge=1, le=SCHEMA_VERSION)]
     family: str
     input: str | None
     input_sha256: _Sha256 | None
     last_image: str | None = None  # the field exists only for clips that end at an image
     last_image_sha256: _Sha256 | None = None
-    # The next two fields exist only for clips that have references.
+    # The next two fields exist only for clips with reference images.
     references: list[str] = Field(default_factory=list)
     references_sha256: list[_Sha256] = Field(default_factory=list)
     output: str
@@ -297,7 +297,7 @@ def _metadata_model(family: str) -> type[_ClipMetadata]:
     hints |= _SVD_FIELDS if family == "svd" else _PROMPT_FIELDS
     hints |= {"videos": dict[str, str], "videos_sha256": dict[str, _Sha256]} if kind.videos else {}
     fields: dict[str, Any] = {name: (hint, ...) for name, hint in hints.items()}
-    if family == "svd":  # the JSON of early clips has no family
+    if family == "svd":  # early SVD clips have no `family` in their JSON, so it gets a default
         fields["family"] = (Literal["svd"], "svd")
     return create_model(f"_{family}", __base__=_ClipMetadata, **fields)
 
@@ -342,8 +342,9 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")
     family = values.get("family")
-    # The JSON of early clips, which were all SVD's, has no family, and SVD's schema accepts this.
-    # For an unknown family, SVD's schema is used too, so that the error names the field `family`.
+    # Early versions of svdpp made only SVD clips and wrote no `family`, so SVD's schema does not
+    # require this field. For an unknown family, SVD's schema is used too, because its error then
+    # names `family` as the wrong field.
     model = _METADATA_MODELS.get(
         family if isinstance(family, str) else "svd", _METADATA_MODELS["svd"]
     )
@@ -360,7 +361,10 @@ def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
 
 
 def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a clip's metadata that is embedded in the video: all but `file_sha256`."""
+    """Return the part of a clip's metadata that is embedded in the video: all but `file_sha256`.
+
+    The video cannot contain its own hash.
+    """
     return {name: value for name, value in metadata.items() if name != "file_sha256"}
 
 

@@ -49,8 +49,8 @@ def name_jobs(
         jobs: Jobs of the run.
         single_clip: Name of the run's only clip; empty: each job gets its own name.
         template: Template of the names; None: names are made as described above.
-        recorded: Names that an earlier run gave, by job key; see `job_key`. None: there was no
-            earlier run.
+        recorded: Names that an earlier run gave to its clips, by `job_key` (a hash of a job's
+            inputs and parameters). None: there was no earlier run.
 
     Raises:
         RequestError: Two jobs have the same `out`, or several jobs have the name `single_clip`.

@@ -114,7 +114,8 @@ class ClipHandle(Future[ClipResult]):
 
     def _update_progress(self, steps_done: int, rank: int) -> None:
         progress = replace(self.progress, steps_done=steps_done, rank=rank)
-        # The events of two ranks can arrive out of order, so progress never goes back.
+        # The events of two ranks can arrive out of order. A late event with fewer finished steps is
+        # ignored, so that progress never goes back.
         if progress != self.progress and steps_done >= self.progress.steps_done:
             self.progress = progress
             for callback in self._progress_callbacks:
@@ -166,9 +167,9 @@ class ClipHandle(Future[ClipResult]):
         return super().exception(timeout)
 
 
-# A rank may write a latent checkpoint after the clip has ended. So for this number of the latest
-# clips, checkpoints are removed once more at the end of the run. Older clips have no such
-# checkpoints, because a rank queues at most three checkpoints for writing.
+# Number of recently ended clips whose latent checkpoints are removed once more at the end of the
+# run. A rank writes checkpoints in the background, so a checkpoint may appear after its clip has
+# ended. Older clips need no second removal, because a rank queues at most three checkpoints.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
@@ -238,7 +239,8 @@ class ClipTracker:
         """Raise a `RuntimeError` if the thread that finishes clips is about to wait for a clip.
 
         Args:
-            handle: Handle of the clip to wait for, which may be done already. None: any clip.
+            handle: Handle of the clip to wait for. No error is raised if this clip is done already.
+                None: any clip.
 
         Raises:
             RuntimeError: The calling thread is the thread that finishes clips, and would wait

@@ -241,7 +241,10 @@ def _removed_on_failure(temporary: _TemporaryFolder | None) -> Iterator[None]:
 
 
 class _TemporaryFolder:
-    """Temporary folder of `generate`, removed with this object or at the end of the process."""
+    """Temporary folder of `generate`.
+
+    It is removed when this object is garbage-collected, or at the end of the process.
+    """
 
     def __init__(self) -> None:
         self.path = process_lifetime.make_temp_folder("svdpp-clips-")

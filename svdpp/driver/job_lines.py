@@ -56,13 +56,13 @@ _OF_SERVERS: Mapping[str, str] = {
     "callback_url": "is only for servers: leave the field out",
     "decode_chunk_size": "give `decode_chunk_size` as an option: it is the same for all clips",
 }
-#: Maximum number of errors in the message about a jobs file; `details` of the error has all.
+#: Maximum number of errors in the message about a jobs file. The error's `details` list all errors.
 MAX_PRINTED = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Defaults for fields that lines of a jobs file leave out, and inputs that the model takes."""
+    """Defaults for fields that lines of a jobs file leave out; which inputs the model takes."""
 
     model: str
     """Name of the model, for messages."""
@@ -73,8 +73,8 @@ class LineDefaults:
     prompt_use: InputUse = "refused"
     last_image_use: InputUse = "refused"
     last_image_reason: str = ""
-    """Reason why this model takes no last image, if other models of its family take one; otherwise
-    empty."""
+    """Reason, for an error message, why this model takes no last image although other models of its
+    family take one; otherwise empty."""
     seed: int = 0
     negative_prompt: str | None = None
     last_image: str | None = None

@@ -39,9 +39,9 @@ from svdpp.media.inputs import check_image_shapes
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
-# The largest clip of a run is searched for before the model's default number of frames is known. So
-# a clip without a number of frames counts as a clip of this number of frames. Published SVD models
-# make 14 or 25 frames.
+# Number of frames that is assumed for a clip that sets none, when the sizes of a run's clips are
+# compared. The model's default is not known at that time. Published SVD models make 14 or 25
+# frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
 _LINE_FIELDS = (
@@ -53,7 +53,8 @@ _LINE_FIELDS = (
 def check_outputs(jobs: Sequence[RunJob], policy: OutputPolicy) -> int:
     """Check that a run can write its output files; return the number of clips that already exist.
 
-    The function also checks that ffmpeg is installed. Call it before the search for the model.
+    For mp4 clips, the function also checks that ffmpeg is installed. Call it before the search for
+    the model, so that a run that cannot write its files ends at once.
 
     Args:
         jobs: Jobs of the run, with names.

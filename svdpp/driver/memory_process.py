@@ -51,7 +51,7 @@ def estimate_memory(
         checkpoint: Checked checkpoint; only its configs are read.
         model: Model that the checkpoint belongs to.
         sampling: Resolved sampling parameters.
-        device: `cpu`, or a CUDA device, for which temporary memory of kernels is not counted.
+        device: `cpu`, or a CUDA device. Temporary memory of kernels is counted only for `cpu`.
         num_threads: Number of intra-op threads of a rank on a CPU. torch's choice of kernels, and
             so the memory, depends on this number.
         apart: Whether to estimate in a separate process, so that this process does not import
@@ -89,8 +89,8 @@ def _in_process(task: _Task, arguments: tuple[Any, ...]) -> list[Any]:
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     try:
         done = subprocess.run(
-            # Without the option -P, Python's -m would add the working folder to the module search
-            # path.
+            # Without the option -P, Python's -m would import modules from the working folder first,
+            # so that a user's file such as numpy.py would hide the library.
             [sys.executable, "-P", "-m", __name__],
             input=pickle.dumps((task, arguments)),
             capture_output=True,

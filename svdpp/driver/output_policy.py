@@ -22,9 +22,10 @@ _VIDEO_SUFFIXES = (".mp4", ".gif", ".webp", ".avi", ".m4v", ".mkv", ".mov", ".mp
 class OutputPolicy:
     """Policy of a run for the output folder, the names of the clips, and existing files.
 
-    With `resume`, finished clips are kept, and unfinished clips resume from their checkpoints in
-    `latents_folder`. A run that a launcher has restarted (`is_restarted`) resumes even if `resume`
-    is not set. With `overwrite`, it also replaces finished clips that have other parameters.
+    With `overwrite`, all existing clips are made again. With `resume`, finished clips are kept, and
+    unfinished clips resume from their checkpoints in `latents_folder`. A run that a launcher has
+    restarted (`is_restarted`) always resumes; if `overwrite` is set, the restarted run replaces
+    only the clips that have other parameters than requested.
     """
 
     folder: Path

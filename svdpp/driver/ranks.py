@@ -29,8 +29,9 @@ from svdpp.worker.messages import Event, Started
 from svdpp.worker.rank import RankSetup, rank_main
 from svdpp.worker.secondary_rank import run_secondary_rank
 
-# Fields of the configuration that `shared_settings` leaves out, because they may differ between
-# ranks, or because other code compares them.
+# Fields of the configuration that `shared_settings` does not copy. `sampling` is left out because
+# its fields are copied one by one. `loras` and `denoisers` may have other paths on each host, so
+# hashes of the files are compared instead. The other fields may differ between ranks.
 _HOST_SPECIFIC_FIELDS = (
     *("sampling", "loras", "clip_loras", "denoisers"),
     *("local_files_only", "start_timeout_seconds"),
@@ -333,8 +334,8 @@ class PipelineRanks:
             if error is not self._closed_error:
                 self.run_error = error
         try:
-            # After `_abort`, ranks that a launcher has started are not killed here but later, in
-            # `_clean_up`, because `_abort` first checks whether one of them has failed.
+            # If `_abort` has ended the run, ranks that a launcher has started are not killed here:
+            # `_abort` first reads their reports to find a failed rank. `_clean_up` kills them then.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:
@@ -413,7 +414,8 @@ def have_mixed_conditions(started: Mapping[int, Started], backend: str, *, allow
     Such differences can change the bits of clips.
 
     Args:
-        started: `Started` event of each rank, with device and conditions.
+        started: `Started` event of each rank, with its device and the conditions that can change
+            bits, such as versions of libraries.
         backend: Backend of the process group. With NCCL, ranks cannot share a GPU.
         allowed: Whether ranks are allowed to differ.
 

@@ -87,7 +87,8 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
     if visible_gpus():
         import torch
 
-        if torch.cuda.is_available():  # `is_available` is false for a CPU build of torch
+        # A CPU build of torch cannot use the GPU: then `is_available` is false.
+        if torch.cuda.is_available():
             return "cuda"
     if any_on_cpu or model_name in (*DEMO_MODELS, DUMMY_MODEL):
         return "cpu"
@@ -98,7 +99,7 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
 
 
 def default_dtype(device: str, family: str) -> Dtype:
-    """Return the precision that diffusers' examples use for a model family.
+    """Return the default dtype: on GPUs as in diffusers' examples for the family, on CPUs fp32.
 
     Args:
         device: `cpu`, `cuda` or `cuda:N`.
@@ -150,8 +151,8 @@ class PipelineRequest:
     costs: CostModel | None = None
     """Costs for forecasts, with the number of ranks on each host; None: `assumed_costs`."""
     expert_boundary: int | None = None
-    """Number of steps of the high-noise expert, if the model's configs cannot be read. None: the
-    number is computed from the configs."""
+    """Number of steps that the high-noise expert (the first of two denoisers) computes. It is set
+    if the model's configs cannot be read. None: the number is computed from the configs."""
     memory_gib: tuple[float, ...] | None = None
     """Memory of each device in GiB, for the choice of a layout. None: the free memory of this
     machine's devices."""
@@ -325,7 +326,9 @@ class PipelineRequest:
         """Split to use if the user gives no split; None: the default of `ParallelConfig`."""
         given = self.parallel
         can_be_balanced = self._requires_even_steps(given) and "split" not in given
-        if self._boundary is not None:  # two experts rarely have equal numbers of steps
+        # A uniform split gives each rank the same number of steps. It rarely fits a model with two
+        # experts, because the experts rarely have the same number of steps.
+        if self._boundary is not None:
             if can_be_balanced and self.expert_boundary is None:
                 return "balanced"
         elif (self.serves or self.steps_vary) and not self.layout and not self._overrides(given):
@@ -449,8 +452,8 @@ class PipelineRequest:
         # the search may choose 2 only if the user set the field to "auto".
         size = given.get("cfg_parallel_size")
         may_pair = self.uses_auto and size in (None, "auto") and not (self.serves and size is None)
-        # Layout fields without `chosen_by` are set only by the user, so all layouts keep the user's
-        # values.
+        # If `chosen_by` of a layout field is empty, the search never chooses this field. So all
+        # layouts that the search compares get the user's value.
         kept = {name for name, option in layout_options().items() if not option.chosen_by}
         return {
             **{name: value for name, value in given.items() if name in kept},

@@ -37,8 +37,9 @@ class RequestScheduler:
         self._checkpoint = checkpoint
         self._keeps_latents = keeps_latents
         known = {} if checkpoint is None else checkpoint.clip_loras
-        # LoRA files, by `Lora` with weight 1. Each file has two keys: a `Lora` with the name in the
-        # request, and one with the path that was found.
+        # LoRA files by `Lora`. All keys have the weight 1, because a file does not depend on the
+        # weight. Each file has two keys: a `Lora` with the name in the request, and a `Lora` with
+        # the path of the file.
         self._found_loras = {**known, **{file.lora: file for file in known.values()}}
         self._resolved: dict[SamplingConfig, SamplingConfig | None] = {}
         self.router = Router(config, checkpoint)
@@ -115,6 +116,8 @@ class RequestScheduler:
 
     def check_routes(self, sampling: SamplingConfig) -> None:
         """Check that the ranks can make a clip of these parameters, whatever its index in the run.
+
+        With some splits, a clip's index determines which rank computes which of its steps.
 
         Args:
             sampling: Sampling parameters of the clip, resolved or not.

@@ -38,8 +38,8 @@ def resolve_config(
 
     Args:
         config: Configuration from the user.
-        weights: Components whose missing weights are downloaded. The configuration is checked
-            before the download.
+        weights: Components whose weights are downloaded if they are missing: `none`, `host` (those
+            of the ranks on this host) or `all`. The configuration is checked before the download.
         world: World of the launcher; None: all ranks are on this host.
         checkpoint: Checkpoint of the model; None: its configs are read.
 
@@ -162,7 +162,8 @@ _DTYPES = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 #: Bytes of GPU memory of a process without a model: 0.5 GB for CUDA's context and 0.1 GB for the
 #: handles of cuBLAS and cuDNN.
 _CUDA_PROCESS_BYTES = 600_000_000
-#: Bytes of GPU memory of NCCL's buffers: about 0.1 GB for each of two neighbours.
+#: Bytes of GPU memory of NCCL's buffers: about 0.1 GB for each rank that this rank exchanges data
+#: with, usually two (the previous and the next rank).
 _NCCL_BYTES = 200_000_000
 
 

@@ -44,7 +44,7 @@ class JobResolver:
     Args:
         config: Resolved configuration of the pipeline.
         checkpoint: Checkpoint of the pipeline's model.
-        policy: Policy of the run for its clips.
+        policy: Policy of the run for the output folder and existing files.
     """
 
     def __init__(

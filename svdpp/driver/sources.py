@@ -186,7 +186,7 @@ def _listed(values: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Dicts(JobFile):
-    """Jobs file whose lines are dicts from the caller of `generate`."""
+    """Stand-in for a jobs file: its lines are the dicts that the caller gave to `generate`."""
 
     name: str = "inputs"
     folder: Path = Path()
@@ -243,7 +243,7 @@ _ARGUMENTS = ("inputs", "prompts", "negative_prompt", "seeds", "model", "world_s
 def _as_png(image: Image.Image, index: int) -> Image.Image:
     """Return a copy of an image in a mode that PNG supports, with equal colours and no metadata.
 
-    A rotation in EXIF metadata is not applied, as in diffusers' pipelines.
+    A rotation in EXIF metadata is ignored; diffusers' pipelines ignore it too.
     """
     if image.mode in ("F", "I"):
         raise InputError(

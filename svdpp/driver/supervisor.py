@@ -43,7 +43,8 @@ _END_SECONDS = 30.0
 # Width, in columns, of the grid of ranks and steps in error messages. With the rank's name and the
 # remark, a line has 80 columns.
 _GRID_WIDTH = 44
-# Exit code that Python reports for a process if the process's fork server has ended.
+# Exit code that Python reports for a process, instead of the real one, if the process's fork server
+# has ended.
 _LOST_CODE = 255
 _NO_MEMORY = "the kernel kills processes when memory runs out: fewer ranks need less memory"
 
@@ -173,8 +174,9 @@ class Supervisor:
                     "ranks did not end after their last clip",
                     details={"timeout_seconds": self._config.timeout_seconds},
                 )
-        # The second `Stop` is sent only after all ranks have reported, because packets in the NCCL
-        # buffers of a rank are lost when the rank ends.
+        # The first `Stop` tells the ranks to finish their work, this second one to exit. It is sent
+        # only after all ranks have reported that they are done, because packets in the NCCL buffers
+        # of a rank are lost when the rank exits.
         self.send_to_all(Stop().to_bytes())
         if not self._group.end(_END_SECONDS):
             raise RankError(
@@ -186,7 +188,7 @@ class Supervisor:
         """Kill every rank; do nothing to ranks that have ended.
 
         Args:
-            error: Reason that is sent to ranks on other hosts; None: all work is done.
+            error: Reason that is sent to ranks on other hosts; None: no error has ended the run.
         """
         self._group.kill(error)
 
@@ -393,12 +395,16 @@ class Stall:
 class StallDetector:
     """Detector of stalled ranks. Ranks that are slow or wait for other ranks are not stalled.
 
-    All ranks must join within the start timeout. A rank is stalled after `max_silence_seconds`
-    without a heartbeat; before the rank has joined, the limit is eight times as long. Once all
-    ranks have joined, a rank is also stalled if it makes no progress for `timeout_seconds` and does
-    not wait for another rank. If all busy ranks wait for each other for that long, the rank that
-    made progress the longest time ago counts as stalled. `states` has an entry for each rank. All
-    times are in seconds on the same clock.
+    A stall is one of these:
+    - A rank has not joined (become ready for work) within `start_timeout_seconds`.
+    - A rank has sent no heartbeat for `max_silence_seconds`, or, before it has joined, for eight
+      times as long.
+    - All ranks have joined, and a rank that waits for no other rank, or that still writes files,
+      makes no progress for `timeout_seconds`.
+    - All busy ranks wait for each other for `timeout_seconds`. The rank whose last progress is the
+      oldest counts as stalled.
+
+    `states` has an entry for each rank. All times are in seconds on the same clock.
 
     Args:
         config: Configuration with the timeouts.
@@ -478,7 +484,7 @@ class StallDetector:
         return self._find_late_rank(running) if now - self._begun > self._start_timeout else None
 
     def _find_late_rank(self, running: list[int]) -> Stall:
-        """Return the rank that delays the start, preferably one that does not wait for a rank."""
+        """Return the rank that delays the start, preferably one that waits for no other rank."""
         phases = {
             rank: (
                 state.joined,

@@ -35,7 +35,10 @@ class StepSpan(NamedTuple):
 
 
 class WaitSpan(NamedTuple):
-    """Start and end of a wait before an action: for a packet, or for a slow neighbour."""
+    """Start and end of a wait before an action, for example for a packet from another rank.
+
+    A rank also waits until another rank receives a packet, an image is read, or a clip is written.
+    """
 
     rank: int
     clip: int

@@ -1,10 +1,10 @@
 """Comparison of the tensors of a finished clip with the tensors of the reference.
 
-The files of a clip contain only hashes of its tensors. There are two exceptions:
-- Frames in PNG files are read and compared.
-- With `cfg_parallel` 2, two ranks (a pair) may have divided each batch of the denoiser, which
-  changes bits. A pair then makes the clip again, and if the new tensors have the recorded hashes,
-  they are compared.
+A finished clip usually stores only hashes of its tensors, which show whether bits differ, but not
+by how much. The tensors themselves are available in two cases:
+- The frames are stored as PNG files, which are lossless.
+- Two ranks (a pair) divided each batch of the denoiser (`cfg_parallel` 2), which can change bits. A
+  pair then makes the clip again. The new tensors are used if they have the recorded hashes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def measure_distances(
 ) -> None:
     """Compare the tensors of finished clips with the reference's, where hashes differ.
 
-    Tensors that are not available are not compared.
+    A tensor of which only the hash is stored cannot be compared. Its check stays failed; a latent's
+    check becomes unknown if the clip's frames were compared.
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -102,9 +103,9 @@ class _StoredTensors:
         self.steps = steps
 
     def tensor(self, what: str) -> torch.Tensor | None:
-        """Return a clip's latent, frames or sound if it has the recorded hash.
+        """Return the clip's stored latent, frames or sound.
 
-        None: the tensor is not available, or has another hash.
+        None: the tensor is not available, or its hash is not the hash in the clip's metadata.
 
         Args:
             what: `latent`, `frames` or `audio`.

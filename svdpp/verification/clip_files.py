@@ -119,8 +119,9 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
 
     Args:
         clip: Finished clip.
-        image: Path of the file, or of a folder that contains it. None: the file is searched for at
-            the recorded path, and then in the clip's folder.
+        image: Path of the clip's first image, or of a folder with the clip's inputs. If it is None,
+            or is an image and `name` is another input, the file is searched for at the recorded
+            path, and then in the clip's folder.
         name: Name of the input: `last_image`, or the name of a reference image or of an additional
             video; "": the clip's first image.
 
@@ -141,8 +142,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "use `image` FOLDER, a folder with all inputs of the clip"
         if image is not None and not os.path.isdir(image):
-            # `image` is the path of the clip's first image, but another input is wanted. That input
-            # is searched for at its recorded path and in the clip's folder.
+            # `image` is the path of the clip's first image, but this call looks for another input.
+            # So the other input is searched for at its recorded path and in the clip's folder.
             image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]
@@ -267,8 +268,8 @@ class ClipCheck:
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
-    """Whether the check passes. None: unknown. This occurs only for a latent, of which only the
-    hash is stored, if the hash differs and the frames were compared within a tolerance."""
+    """Whether the check passes. None (unknown) occurs only for a latent whose hash differs, if the
+    latent itself is not stored, but the clip's frames are and were compared within a tolerance."""
     recorded: str | None
     """SHA-256, in hex, from the metadata; None if the metadata do not have the hash."""
     found: str | None
@@ -279,11 +280,11 @@ class ClipCheck:
     within: bool = False
     """Whether the check passes because of the tolerance, although bits differ."""
     max_abs_diff: float | None = None
-    """Largest absolute difference from the reference; for frames and audio, a fraction of the
-    highest level. None if the bits are equal, or if only hashes could be compared."""
+    """Largest absolute difference from the reference; for frames and audio, as a fraction of the
+    highest level (255 or 32767). None if the bits are equal, or if only hashes were compared."""
     max_ulp: int | None = None
-    """Largest difference in ULPs of the dtype; for frames and audio, in levels. None if the bits
-    are equal, or if only hashes could be compared."""
+    """Largest difference in ULPs of the dtype; for frames and audio, in levels (of 255 or 32767).
+    None if the bits are equal, or if only hashes were compared."""
 
     @property
     def verdict(self) -> str:

@@ -27,7 +27,7 @@ class CheckLocation(NamedTuple):
 
     clip: int
     step: int
-    """Number of finished steps."""
+    """Number of finished steps; for a prediction, the index of the step."""
     rank: int
     """Rank that computed the tensor in the pipelined run."""
 
@@ -63,7 +63,8 @@ class Check:
     sha256: str
     """SHA-256, in hex, of the tensor of the pipelined run."""
     axes: str = ""
-    """Axes of the tensor, one letter each, such as FHWC."""
+    """Axes of the tensor, one letter each, such as FHWC for frame, height, width and channel; empty
+    if they are not known."""
     branch: int = -1
     """Guidance branch of a prediction, 0 or 1; -1 for other kinds of tensors."""
     psnr_db: float | None = None
@@ -122,7 +123,7 @@ class VerificationResult:
     checks: tuple[Check, ...]
     """All checks (at least one), ordered by clip and then by step."""
     conditions: Mapping[str, Any] = field(default_factory=dict)
-    """Hardware, libraries and settings of the ranks on which the bits depend, by name."""
+    """Properties of the ranks that can change bits (hardware, versions, settings), by name."""
     tolerance: Tolerance = BITWISE
     reference: str = "diffusers' sequential result"
     """Name of the reference in messages."""

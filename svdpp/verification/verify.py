@@ -56,7 +56,8 @@ def verify(
     """Make clips in a pipelined run and in a sequential run, and compare latents, frames and sound.
 
     The compared tensors are the latent at each transfer, the final latent, the frames and the
-    sound. The result also has other tensors that the ranks exchange, if their bits differ; see
+    sound. The ranks also exchange other tensors, such as predictions for a guidance branch and the
+    history of a multistep solver. The result has these only if their bits differ; see
     `Check.what`. Each element may differ by atol + rtol * abs(expected), as in
     `torch.testing.assert_close`; by default every bit must be equal.
 
