@@ -50,7 +50,9 @@ class LazyOptionGroup(TyperGroup):
     """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the given options of the program, and skip all other options; see `TyperGroup`.
+        """Parse only those options that the user typed, or set by an environment variable.
+
+        This is faster than to parse all options of the program; see `TyperGroup.parse_args`.
 
         Args:
             ctx: Context of the program.
@@ -71,14 +73,16 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse only the options that the user typed, which is faster; see `TyperCommand`.
+        """Parse only those options that the user typed, or set by an environment variable.
+
+        This is faster than to parse all options of the command; see `TyperCommand.parse_args`.
 
         Args:
             ctx: Context of the command.
             args: Command line after the command's name.
 
         Returns:
-            Words that belong to no parameter.
+            Words of the command line that are neither options of the command nor its arguments.
         """
         all_params = self.params
         self.params = [*_options_to_parse(all_params, args, ctx)]

@@ -153,8 +153,8 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
-        # For each batch: the id of the last video before the first video that has not ended. The
-        # next query of the batch's videos starts after the video with this id.
+        # Id of a video, by batch: this video and all earlier videos of the batch have ended. The
+        # next query of the batch starts after this video. None or missing: at the first video.
         self._cursors: dict[str, str | None] = {}
 
     @property

@@ -53,7 +53,7 @@ class PeriodicThread:
         self._worker.start()
 
     def wake(self) -> None:
-        """Make the background thread call `run` at once, or again once a running call has ended."""
+        """Make the background thread call `run` now; if a call is in progress, call it again."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:

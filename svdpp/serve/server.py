@@ -111,8 +111,8 @@ class Server:
     """HTTP server that serves `app` until a signal arrives, and then ends all threads in order.
 
     After the first SIGTERM, SIGINT or SIGHUP, new jobs are rejected, and the ranks may finish clips
-    during a grace period, in which clients can still read. A second signal ends the process at
-    once.
+    during a grace period, in which clients can still query and download clips. A second signal ends
+    the process at once.
 
     Args:
         app: Application from `build`.

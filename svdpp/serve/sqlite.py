@@ -122,8 +122,8 @@ class SqliteBackend:
 
     Args:
         folder: Data folder, which is created.
-        adopts: Whether the folder may be one that has files but no queue database; False: such a
-            folder is an error.
+        adopts: Whether to start a new queue in a folder that has files but no queue database.
+            False: such a folder causes a RequestError.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
@@ -140,7 +140,7 @@ class SqliteBackend:
         self._path = folder / _NAME
         self._is_closed = False
         # Inodes of the database file and its log when they were opened, by which `is_there` notices
-        # that a file was removed or replaced. Empty until then.
+        # that a file was removed or replaced. Empty until the files are open.
         self._opened_as: list[int] = []
         # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()

@@ -82,8 +82,8 @@ class Verifier:
         self.thread = PeriodicThread(
             "verifier", self._run_once, seconds, error_message=error_message
         )
-        """Thread that verifies clips, also those whose verification was requested before the server
-        was started again."""
+        """Thread that verifies clips, including clips whose verification was requested before the
+        server was last started."""
 
     def request(self, id: str) -> bool:
         """Request the verification of a completed clip.

@@ -345,7 +345,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutAppearance(ModelOptions):
-    """Model options, except those that change only how clips look, not costs or memory."""
+    """Model options without those that change only how clips look.
+
+    Commands that use this group, such as `svdpp plan`, deal only with times and memory.
+    """
 
     fit: Fit = "stretch"
     fps: float | None = None
