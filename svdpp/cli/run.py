@@ -410,8 +410,8 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run. All hosts must share the folders of the input files. Only rank 0
-                has jobs.
+            jobs: Jobs of the run; empty on ranks other than 0. The folders of the input files must
+                be on a file system that all hosts share.
         """
         from svdpp.driver.pipeline import Pipeline
 
@@ -434,7 +434,7 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run, checked.
+            jobs: Jobs of the run, which `check_jobs` has accepted.
 
         Raises:
             RequestError: The model cannot make a clip, or an existing clip has other parameters.

@@ -134,7 +134,7 @@ class BatchRun:
     Args:
         connection: Connection to the server.
         model: Model of the server.
-        reader: Reader of the jobs file's lines, which names lines and fields in errors.
+        reader: Reader of the jobs file. Errors name lines and fields of the file with its help.
         folder: Output folder of the clips.
         clips: Clips to make.
         say: Function that prints a message for the user.
@@ -354,8 +354,8 @@ class BatchRun:
             Whether a clip has finished, failed or been cancelled since the last query.
         """
         assert record.batch is not None
-        # The batch is queried before its videos. Otherwise the batch could end in between, and a
-        # clip that the list shows as unfinished would be reported as removed.
+        # The batch is queried before its videos. In the other order, the batch could end between
+        # the queries: a clip that the list shows as unfinished would be taken for removed.
         batch = self._batch(record.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in record.clips if name in self._pending]
@@ -387,7 +387,8 @@ class BatchRun:
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
         """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        After a page with only queued videos, no further page is requested.
+        After a page with only queued videos, no further page is requested: the videos after them
+        are probably queued, too.
         """
         after = self._cursors.get(batch)
         is_first = True

@@ -40,8 +40,8 @@ SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
 # Seconds after which a call without a response fails: the 10 s of `statement_timeout`, and 2 s for
-# the network. `tcp_user_timeout` does not detect a stopped process, because the kernel still
-# acknowledges the bytes.
+# the network. `tcp_user_timeout` alone would not suffice: if the database process is stopped, the
+# kernel of its host still acknowledges the bytes.
 _CALL_SECONDS = 12.0
 # Seconds between two checks of the deadlines of running statements.
 _WATCH_SECONDS = 0.5

@@ -170,7 +170,8 @@ class JobQueue(JobQueries):
     def unavailable_reason(self) -> str:
         """Reason why this server cannot begin or store clips now; empty if it can.
 
-        A store that does not answer is not considered here; see `store.unavailable_reason`.
+        For example, its disk is nearly full. Whether the store answers is not considered here; see
+        `store.unavailable_reason`.
         """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
@@ -506,7 +507,7 @@ class JobQueue(JobQueries):
 
         Args:
             id: Id of the job.
-            states: States in which the job may be; in any other state, it is not changed.
+            states: States that the job may have; a job in any other state is not changed.
             token: Token that the job must have; None: any token.
             values: New values, by the name of the column.
         """

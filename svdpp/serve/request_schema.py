@@ -308,7 +308,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the pydantic field `lora` in a dict; an empty dict if requests may use no LoRA.
+    """Return a dict with the pydantic field `lora`, or an empty dict if requests may use no LoRA.
 
     Args:
         names: Names of LoRAs that requests may use; None: any name.

@@ -28,8 +28,8 @@ _LATENT = re.compile(r"latents/[^.]")
 #: Seconds between two searches for files that no job needs. A request that takes more than half of
 #: this time to store its files and its job is rejected, because a search could remove the files.
 ORPHAN_SCAN_SECONDS = 3600.0
-# Age in seconds at which latent checkpoints are removed. A clip whose checkpoint was removed begins
-# again if it is interrupted.
+# Age in seconds at which latent checkpoints are removed. If a clip whose checkpoint was removed is
+# interrupted, the clip starts over from its first step.
 _LATENTS_SECONDS = 7 * 86400.0
 
 #: Files that one search found, each with name, size in bytes and unix time of the last change.

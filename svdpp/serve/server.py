@@ -62,6 +62,9 @@ _SWITCH_SECONDS = 0.0005
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
     """Resolve a server's configuration, and raise an error unless the ranks can start with it.
 
+    For example, the checkpoint must exist, the model must be able to make all frame sizes, and the
+    clips must fit in the memory of the devices.
+
     Args:
         config: Configuration of the pipeline.
         sizes: Further frame sizes to check, each width and height in pixels.

@@ -390,9 +390,10 @@ class Service:
         return DeletedVideo(id=id, status=job.state), True
 
     def cancel(self, id: str, owner: Owner) -> Job:
-        """Cancel a job, and return the job afterwards. A job in a final state does not change.
+        """Cancel a job, and return it with its new state. A job in a final state does not change.
 
-        The method does not wait for ranks: a job is in progress until ranks have dropped the clip.
+        The method does not wait for ranks. If ranks work on the clip, the returned job is still in
+        progress; its state becomes CANCELLED once the ranks have dropped the clip.
 
         Args:
             id: Id of the job.

@@ -78,7 +78,7 @@ class StorageUnavailableError(BackendUnavailableError):
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
-    """Raise a `RequestError` if a data folder without a queue has other files.
+    """Raise a `RequestError` if a data folder without a queue has files that are not allowed.
 
     Args:
         folder: Data folder, which need not exist.
@@ -87,7 +87,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
             `restore its queue.sqlite3`.
 
     Raises:
-        RequestError: The folder has other files.
+        RequestError: The folder has a file that is not in `allowed`.
     """
     names = (
         set(os.listdir(folder)) - {LOCK_FILE, LOST_AND_FOUND, RESERVE_FILE, *allowed}
@@ -197,7 +197,7 @@ class SqliteBackend:
                     self._writer.execute("ROLLBACK")
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query to the SQLite file. A running transaction does not delay it.
+        """Return the rows of a query to the SQLite file, without waiting for a running transaction.
 
         Raises:
             OutputError: The file cannot be used.

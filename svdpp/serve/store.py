@@ -312,9 +312,10 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the jobs' store in the `with` block to errors of svdpp.
+        """Turn errors of the store in the `with` block into StorageUnavailableError.
 
-        After an error of the store, all calls except probes fail at once, until a probe succeeds.
+        An error of the local disk, such as a full disk, becomes an OutputError. After an error of
+        the store, all calls except probes fail at once, until a probe succeeds.
 
         Args:
             is_probe: Whether the block probes the store.

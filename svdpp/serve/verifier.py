@@ -177,7 +177,11 @@ class Verifier:
         return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
     def _run_process(self, job: Job) -> dict[str, Any] | None:
-        """Verify a job's clip in a process; return the result; None: the process was stopped."""
+        """Verify a job's clip in a process, and return the result.
+
+        Return None if the process was stopped, because the ranks got work, the request was
+        withdrawn, or the server is closing.
+        """
         if missing := self._missing_files(job):
             return _error_result(InputError(missing))
         with self._start_process(job) as process:

@@ -317,7 +317,9 @@ class ModelOptions:
         has_last_image: bool | None = None,
         num_references: int = 0,
     ) -> SamplingConfig:
-        """Return a clip's sampling parameters: options, else the model's or diffusers' defaults.
+        """Return a clip's sampling parameters, from the options.
+
+        Parameters without an option get the model's default, or else diffusers' default.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.
