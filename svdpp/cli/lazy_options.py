@@ -52,7 +52,7 @@ class LazyOptionGroup(TyperGroup):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse only those options that the user typed, or set by an environment variable.
 
-        This is faster than to parse all options of the program; see `TyperGroup.parse_args`.
+        This is faster than parsing all options of the program; see `TyperGroup.parse_args`.
 
         Args:
             ctx: Context of the program.
@@ -75,7 +75,7 @@ class LazyOptionCommand(TyperCommand):
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         """Parse only those options that the user typed, or set by an environment variable.
 
-        This is faster than to parse all options of the command; see `TyperCommand.parse_args`.
+        This is faster than parsing all options of the command; see `TyperCommand.parse_args`.
 
         Args:
             ctx: Context of the command.

@@ -134,7 +134,7 @@ class BatchRun:
     Args:
         connection: Connection to the server.
         model: Model of the server.
-        reader: Reader of the jobs file. Errors name lines and fields of the file with its help.
+        reader: Reader of the jobs file, by which errors name lines and fields of the file.
         folder: Output folder of the clips.
         clips: Clips to make.
         say: Function that prints a message for the user.

@@ -176,7 +176,13 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
-    """Yield clauses on how streams differ in duration or times; `what` names them in clauses."""
+    """Yield a clause for each difference of two streams in duration or times.
+
+    Args:
+        what: Kind of the streams, as the clauses name it, such as `sound`.
+        ours: Stream of the file to check.
+        theirs: Stream of the reference file.
+    """
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"
