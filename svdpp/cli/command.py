@@ -70,7 +70,7 @@ def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
     """Return the arguments of `typer.Typer.command` for a command with examples in its help.
 
     Args:
-        examples: Command lines for the end of the help, each of which works.
+        examples: Example command lines, which are printed at the end of the help.
         settings: Further settings of the command's context.
     """
     return {
@@ -87,10 +87,10 @@ def command_settings(*examples: str, **settings: Any) -> dict[str, Any]:
 def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     """Turn a function that takes option groups into a command that takes their fields as options.
 
-    A field without an annotation of Typer is not an option and keeps its default. A command can
-    therefore drop an option, or change its default or help, by a subclass of the group that
-    declares the field again. A field made by `options_field` stands for several options, and its
-    value is a mapping of those options that the user has given.
+    A field without an annotation of Typer is not an option and keeps its default. To drop an
+    option, or to change its default or help, a command uses a subclass of the group, and declares
+    the field again in the subclass. A field made by `options_field` stands for several options, and
+    its value is a mapping of those options that the user has given.
 
     Args:
         function: Function whose parameters are option groups (frozen dataclasses), `Console`,
@@ -204,7 +204,7 @@ def _build_group(group: Any, values: Mapping[str, Any]) -> Any:
 
 
 def _given_options(context: typer.Context) -> list[tuple[list[str], str]]:
-    """Return (all names, typed name) of each option that a command line gives."""
+    """Return all names, and the name that the user typed, of each option in the command line."""
     words = [word.partition("=")[0] for word in context.obj or ()]
     found = []
     for one in context.command.params:

@@ -108,7 +108,9 @@ class Console:
             self.out.print(printable(str(text)) if is_shown else text, markup=False)
 
     def prose(self, text: str, indent: str = "") -> None:
-        """Print a paragraph of a command's result, folded on a terminal, unless `--json` is given.
+        """Print a paragraph of a command's result, unless `--json` is given.
+
+        On a terminal, long lines are wrapped between words.
 
         Args:
             text: Paragraph of any length.
@@ -172,7 +174,10 @@ class Console:
         self.table(shown, num_rows=len(rows))
 
     def info(self, *texts: str) -> None:
-        """Print remarks to stderr. On a terminal they are folded, unless they contain a command.
+        """Print remarks to stderr, unless `--quiet` is given.
+
+        On a terminal, long lines are wrapped between words. A remark with a command line is not
+        wrapped, so that the command can be copied.
 
         Args:
             texts: Remarks; empty ones are skipped.
@@ -196,8 +201,8 @@ class Console:
             table.add_column(name, justify="left" if is_text else "right", no_wrap=True)
         for row in shown:
             table.add_row(*map(one_line, row.values()))
-        # The table gets the width that it needs: a terminal folds long lines, but rich would cut
-        # numbers.
+        # The table gets the width that it needs. On a narrow terminal, the terminal then wraps the
+        # lines. At the terminal's width, rich would cut numbers off.
         if not self.as_json:
             Stdout(highlight=False, width=_WIDEST).print(table)
         num_rows = len(rows) if num_rows is None else num_rows
@@ -265,8 +270,9 @@ class Console:
         """Set how errors write the names of fields, and which options their hints may propose.
 
         Args:
-            names: Option that errors write instead of each field, such as `--workload.frames` for
-                `num_frames`. Hints propose these options and those of the command.
+            names: For each field, the option that errors write in its place, such as
+                `--workload.frames` for `num_frames`. Hints propose these options
+                and those of the command.
         """
         self._names = dict(names)
         self._options = {*(self._options or ()), *names.values()}

@@ -32,7 +32,7 @@ def show_plan(
         console: Console of the command.
         policy: Folder and encoding of the clips, and treatment of existing files.
         config: Configuration of the run.
-        jobs: Jobs of the run, checked.
+        jobs: Jobs of the run, which `RunCommand.check_jobs` has accepted.
         why: Sentence on the choice of the layout; "" if the user gave the layout.
         input_errors: Errors of inputs and lines for which no clip is made.
         assumes_costs: Whether the user gave no costs; a remark then names the assumed costs.

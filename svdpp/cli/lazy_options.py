@@ -50,7 +50,9 @@ class LazyOptionGroup(TyperGroup):
     """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse the given options of the program, and skip all other options; see `TyperGroup`.
+        """Parse only those options that the user typed, or set by an environment variable.
+
+        This is faster than parsing all options of the program; see `TyperGroup.parse_args`.
 
         Args:
             ctx: Context of the program.
@@ -71,14 +73,16 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse only the options that the user typed, which is faster; see `TyperCommand`.
+        """Parse only those options that the user typed, or set by an environment variable.
+
+        This is faster than parsing all options of the command; see `TyperCommand.parse_args`.
 
         Args:
             ctx: Context of the command.
             args: Command line after the command's name.
 
         Returns:
-            Words that belong to no parameter.
+            Words of the command line that are neither options of the command nor its arguments.
         """
         all_params = self.params
         self.params = [*_options_to_parse(all_params, args, ctx)]
@@ -94,8 +98,8 @@ def _options_to_parse(
     """Yield a command's arguments, and its options that the user or the environment gives."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
-    # Short options can be combined with values and each other, as in -ofile and -vq, so a word
-    # alone does not show which short options are given.
+    # Short options can be combined with values and each other, as in -ofile and -vq. So if any word
+    # begins with a single dash, all short options are parsed.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
     for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)

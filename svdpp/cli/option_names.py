@@ -1,4 +1,8 @@
-"""Option names for the fields of configurations: errors name fields, and users know options."""
+"""Names of options by the configuration field that each sets, so that messages can name options.
+
+Errors are raised about fields of configurations, such as `num_frames`. Users of the command line
+know only the options, such as `--frames`.
+"""
 
 from __future__ import annotations
 

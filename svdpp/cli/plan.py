@@ -217,7 +217,9 @@ class PlanOptions(WithoutAppearance, PipelineOptions, ClipOptions):
         return size, per_host
 
     def costs_on(self, ranks_per_host: int | None) -> CostModel:
-        """Return the costs for a plan, from `--costs`; times given as options replace costs.
+        """Return the costs for a plan, from `--costs` and the options for single times.
+
+        A time that is given as an option, such as `--step-seconds`, replaces the time in `--costs`.
 
         With `--memory`, the costs also have the estimated memory of each part of the model.
 

@@ -73,8 +73,9 @@ class Progress(Bars):
             left.
         labels: Names of the clips by index, such as their images; empty: `clip 1` and so on.
         num_clips: Number of all clips; None: as many as in `schedule`.
-        costs: Costs for work that is not measured yet, scaled by the ratio of the measured to the
-            assumed seconds of a step. None: other work than steps is assumed to take no time.
+        costs: Assumed seconds of each kind of work, for kinds that are not measured yet. If a step
+            takes twice its assumed seconds, the other assumed seconds are doubled, too. None: all
+            work except steps is assumed to take no time until it is measured.
         ranks: Whether to show a line for each rank, and to print a line when a clip is finished.
             False: only a summary is shown.
     """
@@ -110,7 +111,7 @@ class Progress(Bars):
         self._next_line = self._started + _LINE_SECONDS
         is_live = console.err.is_terminal and not console.err.is_dumb_terminal
         state = Column(no_wrap=True, overflow="ellipsis")
-        super().__init__(  # the base class is initialised last, because it calls `get_renderables`
+        super().__init__(  # comes last, because it calls `get_renderables`, which uses the fields
             TextColumn("{task.description}"),
             BarColumn(None, table_column=Column(ratio=1, max_width=20)),
             MofNCompleteColumn(),
@@ -324,8 +325,8 @@ def open_log(
         verbosity: Level for stderr: 0 none, 1 ranks, transfers and clips, 2 also steps.
         log_file: Path of a file for JSON lines; None: no log file is written.
         write: Function that prints a record to stderr.
-        quiet: Whether not even warnings are printed.
-        warns: Whether warnings are printed even at verbosity 0.
+        quiet: Whether to ignore `warns`, so that nothing is printed at verbosity 0.
+        warns: Whether to print warnings at verbosity 0.
 
     Raises:
         OutputError: The file cannot be written.

@@ -75,8 +75,8 @@ class RunOptions(ServerRunOptions):
     def has_last_image(self) -> bool | None:
         """Whether the ranks must be able to make clips that end at a given last image.
 
-        None with `--jobs`, whose lines name the last images; None means: only if the model needs
-        a last image.
+        None with `--jobs`: each line of the jobs file names its own last image. None means that the
+        ranks must be able to make such clips only if the model needs a last image.
         """
         return None if self.jobs is not None else self.last_image is not None
 
@@ -410,8 +410,8 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run. All hosts must share the folders of the input files. Only rank 0
-                has jobs.
+            jobs: Jobs of the run; empty on ranks other than 0. The folders of the input files must
+                be on a file system that all hosts share.
         """
         from svdpp.driver.pipeline import Pipeline
 
@@ -434,7 +434,7 @@ class RunCommand:
 
         Args:
             config: Configuration of the run.
-            jobs: Jobs of the run, checked.
+            jobs: Jobs of the run, which `check_jobs` has accepted.
 
         Raises:
             RequestError: The model cannot make a clip, or an existing clip has other parameters.

@@ -98,7 +98,8 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         for each in fields(self):
             value, name = getattr(self, each.name), each.name
             is_given = value != each.default
-            # Only the field that collects the options of the layout has no default value.
+            # Only the field `parallel` has no default value: it is a mapping of the layout options
+            # that the user gave. If it is not empty, the error names the first of these options.
             if each.default is MISSING:
                 is_given, name = bool(value), next(iter(value), name)
             wrong = f"`{name}` is only for a run on this machine, not for a run at a server"
@@ -313,7 +314,16 @@ class _ServerRun:
         made: dict[str, dict[str, Any]],
         failed: list[dict[str, Any]],
     ) -> None:
-        """Request and download clips; add their JSON to `made`, and errors to `failed`."""
+        """Request clips from the server, and download them.
+
+        Args:
+            run: Run at the server, which has sent no batch yet.
+            earlier: State of an earlier run, whose batches are continued; None: there is none.
+            wanted: Clips to make.
+            before: Metadata of the clips that were finished before this command, by name.
+            made: Dict to which the metadata of each downloaded clip is added, by name.
+            failed: List to which an entry with `output` and `error` is added for each failed clip.
+        """
         from svdpp.cli.progress import ServerProgress
         from svdpp.client.batch_run import Watchers
         from svdpp.worker.messages import ClipDone, ClipFailed
@@ -366,7 +376,11 @@ class _ServerRun:
         return f"{finished}, and the server continues; {go_on}; to cancel, run {cancel}"
 
     def _manifest(self, before: dict[str, dict[str, Any]]) -> RunManifest:
-        """Return the `RunManifest`, which writes `run.json` and the table of the run's clips."""
+        """Return the `RunManifest`, which writes `run.json` and the table of the run's clips.
+
+        Args:
+            before: Metadata of the clips that were finished before this command, by name.
+        """
         from svdpp.driver.clip_table import ClipTable
         from svdpp.driver.manifest import RunManifest
 

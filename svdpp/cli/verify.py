@@ -303,7 +303,8 @@ def _show_results(console: Console, proofs: Sequence[ClipVerification]) -> None:
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
-        # The hint names a cause of different bits, which cannot explain a damaged file.
+        # The hint says why a recomputed clip can have other bits. It is left out if each clip
+        # differs only in the hash of its file, because a damaged file has another cause.
         recomputed = any(check.what != "file" for proof in different for check in proof.different)
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",

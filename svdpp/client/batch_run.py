@@ -134,7 +134,7 @@ class BatchRun:
     Args:
         connection: Connection to the server.
         model: Model of the server.
-        reader: Reader of the jobs file's lines, which names lines and fields in errors.
+        reader: Reader of the jobs file, by which errors name lines and fields of the file.
         folder: Output folder of the clips.
         clips: Clips to make.
         say: Function that prints a message for the user.
@@ -153,8 +153,8 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
-        # For each batch: the id of the last video before the first video that has not ended. The
-        # next query of the batch's videos starts after the video with this id.
+        # Id of a video, by batch: this video and all earlier videos of the batch have ended. The
+        # next query of the batch starts after this video. None or missing: at the first video.
         self._cursors: dict[str, str | None] = {}
 
     @property
@@ -354,8 +354,8 @@ class BatchRun:
             Whether a clip has finished, failed or been cancelled since the last query.
         """
         assert record.batch is not None
-        # The batch is queried before its videos. Otherwise the batch could end in between, and a
-        # clip that the list shows as unfinished would be reported as removed.
+        # The batch is queried before its videos. In the other order, the batch could end between
+        # the queries: a clip that the list shows as unfinished would be taken for removed.
         batch = self._batch(record.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in record.clips if name in self._pending]
@@ -387,7 +387,8 @@ class BatchRun:
     def _videos(self, batch: str) -> Iterator[dict[str, Any]]:
         """Yield the videos of a batch, from the first video that had not ended at the last query.
 
-        After a page with only queued videos, no further page is requested.
+        After a page with only queued videos, no further page is requested: the videos after them
+        are probably queued, too.
         """
         after = self._cursors.get(batch)
         is_first = True

@@ -151,7 +151,7 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
 
 def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> None:
-    """Raise an `InputError` if an image is narrower than the model's family allows.
+    """Raise an `InputError` if an image's aspect ratio exceeds the limit of the model's family.
 
     Args:
         files: Images of clips.
@@ -159,7 +159,7 @@ def check_image_shapes(files: Iterable[MediaFile], sampling: SamplingConfig) -> 
             because images get the clip's aspect ratio.
 
     Raises:
-        InputError: An image is too narrow.
+        InputError: The longer side of an image is too long for its shorter side.
     """
     highest = sampling.max_image_aspect
     if highest is None or sampling.fit != "stretch":
@@ -342,7 +342,7 @@ def example_requests(
         prompt: Prompt of all clips, if the model takes prompts; None for an example.
 
     Raises:
-        RequestError: The model takes no prompt.
+        RequestError: `prompt` is given, but the model takes no prompt.
     """
     sampling, is_dummy = config.sampling, config.model.is_dummy
     takes_prompts = isinstance(sampling, PromptedSampling)

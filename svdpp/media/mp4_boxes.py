@@ -19,7 +19,10 @@ _MAX_BOXES = 10_000
 
 
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
-    """Compare two mp4 files' boxes that change the picture; yield a clause for each difference.
+    """Find boxes of an mp4 that change how players show it; yield a clause for each fault.
+
+    A fault is a box that the mp4 of the recomputed clip lacks, or a `colr` box (colours) with
+    another content than in that mp4.
 
     Args:
         ours: Path of the mp4 to check.

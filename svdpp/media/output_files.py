@@ -251,7 +251,7 @@ def _lock(path: Path, *, is_shared: bool = False) -> Iterator[str]:
 
 
 def _open_locked(path: Path, lock: int) -> tuple[int, str]:
-    """Open and lock a file; return its descriptor and "", or the reason why it is not locked.
+    """Open and lock a file; return its descriptor, and why it could not be locked ("" if it could).
 
     Raises:
         RequestError: Another process holds the lock.

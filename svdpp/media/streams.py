@@ -24,8 +24,9 @@ _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
 # Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
-# A file whose first packet has at most this time, in seconds, counts as beginning at time 0: muxers
-# that write no edit list leave a short gap before the first frame, to reorder frames.
+# If the first packet of a file is shown at most this many seconds after 0, the file counts as
+# beginning at 0. Encoders with B-frames delay the first frame a little, and some muxers write no
+# edit list, which would tell players to skip the delay.
 _UNSEEN_SECONDS = Fraction(1, 2)
 # Codecs of single images. In a file with a real video, a stream with one of these codecs is a cover
 # image.
@@ -147,11 +148,11 @@ def read_colours(path: Path) -> set[str]:
     return set(_FRAME_LOOK.findall(probe_log([*mp4_source(path), *output], seconds=_SECONDS)))
 
 
-# Maximum difference in seconds between two times that count as equal, because versions of ffmpeg
-# round the times of frames differently.
+# Two times of frames count as equal if they differ by at most this many seconds. A tolerance is
+# needed because versions of ffmpeg round times differently.
 _SAME_SECONDS = 2e-3
-# Maximum difference in seconds between two times of sound that count as equal. It is larger than
-# for frames, because audio encoders add silence at the beginning and at the end.
+# The same tolerance for times of sound. It is larger, because audio encoders add silence at the
+# beginning and at the end.
 _SAME_SOUND_SECONDS = 0.1
 
 
@@ -175,7 +176,13 @@ def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iter
 
 
 def _time_differences(what: str, ours: Stream, theirs: Stream) -> Iterator[str]:
-    """Yield clauses on how streams differ in duration or times; `what` names them in clauses."""
+    """Yield a clause for each difference of two streams in duration or times.
+
+    Args:
+        what: Kind of the streams, as the clauses name it, such as `sound`.
+        ours: Stream of the file to check.
+        theirs: Stream of the reference file.
+    """
     same = _SAME_SOUND_SECONDS if what == "sound" else _SAME_SECONDS
     if abs(ours.seconds - theirs.seconds) > same:
         with_rate = what == "video"

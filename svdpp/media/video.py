@@ -218,10 +218,10 @@ def _animation_facts(path: Path, format: VideoFormat) -> dict[str, object]:
 
 
 def folder_faults(folder: Path) -> list[str]:
-    """Return clauses on metadata in a clip's PNG files that make viewers change the pixels.
+    """Find metadata in a clip's PNG files that make viewers show other pixels than those stored.
 
     Returns:
-        A clause for each property, with the first file that has it.
+        A clause for each kind of such metadata, with the name of the first file that has it.
 
     Raises:
         InputError: A PNG file cannot be read.
@@ -389,7 +389,8 @@ def _check_whole(path: Path, format: VideoFormat, frames: Frames, fps: float) ->
         count: float = sum(times) / _frame_ms(format, fps)
         if len(images) == 1 and np.ptp(frames, axis=0).max() <= 8:
             # Webp merges successive frames that are nearly equal (here: up to 8 levels apart). If
-            # it merges all frames into one, the file has no durations, so they cannot be compared.
+            # it merges all frames into one, the file stores no duration, from which the number of
+            # frames could be computed. So the number is not checked.
             count = len(frames)
         shape = (count, *images.shape[1:])
     if shape != frames.shape:

@@ -127,10 +127,12 @@ class AuthMiddleware:
                 scope["route"] = forwarded_scope.get("route")
 
     def _reserve_upload(self, owner: str, upload: ExitStack, *, is_batch: bool) -> None:
-        """Count an owner's upload until the stack `upload` is closed; raise if there are too many.
+        """Count an upload as in progress until the stack `upload` is closed.
+
+        The number of uploads in progress is limited, in total and for each owner.
 
         Raises:
-            ApiError: Too many uploads are in progress.
+            ApiError: Too many uploads are in progress already. This upload is not counted.
         """
         uploads = self._batch_uploads if is_batch else self._uploads
         what = "batches" if is_batch else "images"
@@ -149,11 +151,11 @@ class AuthMiddleware:
     def _authenticate(self, path: str, headers: Headers) -> Owner:
         """Return the owner of a request's API key; raise an `ApiError` if the key is not valid.
 
-        If no key is needed, the owner has no name.
+        If the server has no keys, or the path is public, the owner's name is empty.
 
         Raises:
-            ApiError: The key is missing or unknown. Or the server has no keys, and the request has
-                a wrong host or origin.
+            ApiError: The key is missing or unknown. If the server has no keys: the request's Host
+                is not a loopback host, or its Origin is another website.
         """
         if self.owner_of is None:
             _check_host(headers)

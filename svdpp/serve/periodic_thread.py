@@ -10,7 +10,7 @@ from loguru import logger
 from svdpp.errors import ClosedError, SvdppError
 from svdpp.serve.sqlite import BackendUnavailableError
 
-# Minimum seconds between a failed call and the next call.
+# Minimum seconds between a failed call of `run` and the next call, unless `wake` is called.
 _RETRY_SECONDS = 1.0
 
 
@@ -53,7 +53,7 @@ class PeriodicThread:
         self._worker.start()
 
     def wake(self) -> None:
-        """Make the background thread call `run` at once, or again once a running call has ended."""
+        """Make the background thread call `run` now; during a call, make it call `run` again."""
         self._is_woken.set()
 
     def close(self, timeout: float | None = None) -> None:

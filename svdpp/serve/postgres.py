@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from svdpp.serve.store import FileStore
 
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
-# Seconds after a failed connection during which calls fail without a new attempt.
+# Seconds after a failed attempt to connect. Until then, each call fails at once, without another
+# attempt to connect.
 _RETRY_SECONDS = 1.0
 # Timeouts, so that a server that hangs in a transaction does not block the other servers.
 _SETTINGS = """
@@ -39,8 +40,8 @@ SET idle_in_transaction_session_timeout = '5s';
 SET client_min_messages = warning;
 """
 # Seconds after which a call without a response fails: the 10 s of `statement_timeout`, and 2 s for
-# the network. `tcp_user_timeout` does not detect a stopped process, because the kernel still
-# acknowledges the bytes.
+# the network. `tcp_user_timeout` alone would not suffice: if the database process is stopped, the
+# kernel of its host still acknowledges the bytes.
 _CALL_SECONDS = 12.0
 # Seconds between two checks of the deadlines of running statements.
 _WATCH_SECONDS = 0.5
@@ -105,8 +106,8 @@ class PostgresBackend:
     Args:
         url: URL of the database.
         store: Files that all servers of the queue share.
-        adopts: Whether the store may hold files that do not belong to the queue; such files are
-            not changed.
+        adopts: Whether to start although the store or the data folder has files of another queue
+            or program. True: these files are left alone. False: they cause a RequestError.
     """
 
     # Each entry is a locking clause and the name of an advisory lock. A claim locks the rows of a
@@ -217,7 +218,7 @@ class PostgresBackend:
 
         Args:
             name: Name of the lock.
-            waits: Whether to wait while another server holds the lock.
+            waits: Whether to wait while another server holds the lock. False: yield False at once.
 
         Yields:
             Whether this server holds the lock.
@@ -249,13 +250,14 @@ class PostgresBackend:
             return [note.payload for note in notes]
 
     def _open_or_create(self, *, adopts: bool) -> None:
-        """Open the queue in PostgreSQL; create its tables and its id in the store if missing."""
+        """Open the queue in PostgreSQL. Create its tables and store its id if they are missing."""
         ((is_there,),) = self.fetch_all("SELECT to_regclass('queue') IS NOT NULL")
         version, id = self.fetch_all("SELECT version, id FROM queue")[0] if is_there else (0, "")
         tables = upgrade(version, "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY")
         self._check_files(id, adopts=adopts)
         id = id or secrets.token_hex(16)
-        # The id is stored before the transaction, because a transaction must not wait for a store.
+        # The id is stored before the transaction begins. Inside the transaction, a slow store would
+        # keep the transaction open, and other servers would wait for its locks.
         if self._store.read_queue_id() != id:
             self._store.write_queue_id(id)
         if tables:
@@ -277,13 +279,14 @@ class PostgresBackend:
         self._store.bind_to_queue(id)
 
     def _check_files(self, id: str, *, adopts: bool) -> None:
-        """Raise a `RequestError` if the store or the folder has files of another queue or program.
+        """Raise a `RequestError` if the store or data folder has files of another queue or program.
 
-        The store must hold the queue's id. For a new queue, it must be empty instead.
+        The store of an existing queue must hold the queue's id. The store of a new queue must be
+        empty.
 
         Args:
             id: Id of the queue in the database; empty for a new queue.
-            adopts: Whether files of another queue or program are accepted.
+            adopts: Whether to accept such files. True: nothing is checked.
         """
         store = self._store
         if adopts:
@@ -300,7 +303,8 @@ class PostgresBackend:
                 else {QUEUE_ID_FILE}
             )
             check_no_foreign_files(store.folder, allowed, "set `queue` to the queue of this folder")
-        # The file with a queue's id does not count, because a failed start may have left it.
+        # A store that holds only the file with a queue's id counts as empty: an earlier start of a
+        # server may have failed after it wrote the file.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} belongs to no queue, but has objects, such as {min(objects)!r}",
@@ -311,7 +315,10 @@ class PostgresBackend:
 
     @contextlib.contextmanager
     def _use(self, use: str) -> Iterator[None]:
-        """Lock the connection for `use` during the `with` block, and translate PostgreSQL's errors.
+        """Lock the connection for `use` during the `with` block.
+
+        Errors of PostgreSQL in the block are raised as errors of svdpp, such as
+        BackendUnavailableError.
 
         Args:
             use: Purpose of the connection: `write`, `read` or `listen`.

@@ -73,7 +73,8 @@ _TOO_MANY_EXPIRED = RankError(
 class QueueFullError(SvdppError):
     """Error for a job that is rejected because the queue, or an owner's share of it, is full.
 
-    The error's details have `open`, `limit`, and `owner` if the limit applies to one owner.
+    The error's details are `open` (number of jobs that are queued or in progress), `limit` (maximum
+    of that number), and `owner` (name of the owner, if the limit is for one owner).
     """
 
 
@@ -96,7 +97,8 @@ class JobQueue(JobQueries):
 
     Args:
         folder: Data folder. It has the queue if `url` is None, and the files if `store` is None.
-        adopts: Whether to use a folder or database even if its files belong to another queue.
+        adopts: Whether to start although the folder or store has files of another queue or program.
+            False: such files cause a RequestError.
         url: URL of a PostgreSQL database that servers share. None: a SQLite file in the folder.
         store: Store of the files. None: the files are in the folder.
         lease_seconds: Seconds without a renewal after which a claim ends. Used only with `url`.
@@ -117,7 +119,8 @@ class JobQueue(JobQueries):
         self.lease_seconds = lease_seconds if self.is_shared else 0.0
         self.incompatible_reason: Callable[[Job], str | None] = lambda _: None
         """Function that returns why this server's ranks cannot make a job, or None if they can."""
-        # Job ids and tokens of this server's open claims, except claims that the server is ending.
+        # Claims of this server, each as (job id, token), which `renew` renews. A claim is removed
+        # from the set just before its job is requeued or set to a final state.
         self._claims: set[tuple[str, int]] = set()
         # Ids of clips that threads of this server have locked. This set is needed, because an
         # advisory lock of PostgreSQL does not exclude other threads with the same connection.
@@ -140,9 +143,10 @@ class JobQueue(JobQueries):
         return PostgresBackend(url, self.store, adopts=adopts)
 
     def _check_rows(self) -> None:
-        """Raise a `RequestError` if the folder has clips, but the queue has lost its jobs.
+        """Raise a `RequestError` if the folder has clips, but the queue has no jobs.
 
-        Clips without jobs show that the rows were lost, for example with SQLite's log.
+        In this case the jobs' rows were lost, for example because SQLite's write-ahead log was not
+        copied together with the database file.
 
         Raises:
             RequestError: The folder has clips although the queue has no jobs.
@@ -166,7 +170,8 @@ class JobQueue(JobQueries):
     def unavailable_reason(self) -> str:
         """Reason why this server cannot begin or store clips now; empty if it can.
 
-        A store that does not answer is not considered here; see `store.unavailable_reason`.
+        For example, its disk is nearly full. Whether the store answers is not considered here; see
+        `store.unavailable_reason`.
         """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
@@ -255,7 +260,7 @@ class JobQueue(JobQueries):
         """Claim the next job that this server can make: QUEUED to IN_PROGRESS.
 
         Args:
-            large: Whether jobs with large images may be claimed too.
+            large: Whether jobs with an input image above `LARGE_MEGAPIXELS` may be claimed, too.
 
         Returns:
             Job with the token of this claim; None if no such job was found.
@@ -306,7 +311,8 @@ class JobQueue(JobQueries):
         Args:
             id: Id of the job.
             token: Token of the claim. If the job has another token, nothing changes.
-            counts: Whether the claim counts as an attempt, because ranks died during the claim.
+            counts: Whether to increment the job's number of failed attempts, because the ranks died
+                while they made the clip.
             is_expired: Whether to requeue the job only if its claim has expired.
 
         Returns:
@@ -375,7 +381,9 @@ class JobQueue(JobQueries):
             return connection.execute(mark, (id,)).rowcount == 1
 
     def mark_cancelled(self, id: str, token: int = 0) -> bool:
-        """Set a claimed job to CANCELLED after its clip was dropped; return whether this was done.
+        """Set a claimed job to CANCELLED once the ranks have dropped its clip.
+
+        Return whether the job was changed.
 
         Nothing changes if the claim with this token has ended.
         """
@@ -499,7 +507,7 @@ class JobQueue(JobQueries):
 
         Args:
             id: Id of the job.
-            states: States in which the job may be; in any other state, it is not changed.
+            states: States that the job may have; a job in any other state is not changed.
             token: Token that the job must have; None: any token.
             values: New values, by the name of the column.
         """
@@ -547,7 +555,11 @@ class JobQueue(JobQueries):
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)
 
     def register(self, description: Mapping[str, Any]) -> None:
-        """Store a description of this server, as JSON values, with the time of this call."""
+        """Store a description of this server in the table `servers`, with the present time.
+
+        Args:
+            description: JSON values by name.
+        """
         self.backend.fetch_all(
             sql.REGISTER, _SERVER_RETENTION_SECONDS, self.server, json.dumps(description)
         )
@@ -564,10 +576,10 @@ class JobQueue(JobQueries):
 
 
 def _check_same_request(existing: Job, job: Job) -> Job:
-    """Return a job with the same idempotency key; raise a `RequestError` unless it equals `job`.
+    """Return `existing` if its request equals that of `job`, which has the same idempotency key.
 
     Raises:
-        RequestError: The jobs differ, for example in their seeds.
+        RequestError: The requests differ, for example in their seeds.
     """
     inputs = ("input_sha256", "further_inputs", "prompt", "negative_prompt")
     for name in (*inputs, "seed", "sampling", "loras", "priority", "callback_url"):

@@ -24,8 +24,8 @@ from svdpp.serve.sqlite import SqliteBackend
 if TYPE_CHECKING:
     from svdpp.serve.postgres import PostgresBackend
 
-# Maximum number of incompatible sampling parameters, and of unreadable jobs, that a server
-# remembers.
+# Maximum number of entries in each of two lists: sampling parameters that this server's ranks
+# cannot use, and ids of jobs that this svdpp cannot read. Longer lists lose their oldest entries.
 _MAX_REMEMBERED = 1000
 
 
@@ -46,7 +46,8 @@ class JobQueries:
         """Random id of this server."""
         self.model_key: str | None = None
         """`Job.model_key` of the jobs that this server may claim. None: jobs of all models."""
-        # Values of the column `sampling` with which this server's ranks cannot make a job.
+        # Sampling parameters of jobs that this server's ranks cannot make: texts of the column
+        # `sampling`. Queries for queued jobs leave out all jobs with these parameters.
         self._incompatible = deque[str](maxlen=_MAX_REMEMBERED)
         # Ids of jobs that a newer svdpp has stored and this svdpp cannot read.
         self._unreadable = deque[str](maxlen=_MAX_REMEMBERED)

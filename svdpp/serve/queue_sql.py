@@ -1,6 +1,7 @@
 """SQL of the queue: conditions and statements on the rows of jobs, owners and servers.
 
-SQLite and PostgreSQL both run these statements. `clock()` is the unix time of the queue's clock.
+SQLite and PostgreSQL both run these statements. In the statements, `clock()` is the unix time, read
+from the clock that all servers of the queue use.
 """
 
 from __future__ import annotations

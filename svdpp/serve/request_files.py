@@ -36,8 +36,8 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Results for images that were decoded before. The results for this request's
-                files are added.
+            decoded: Results of decoders for files that were decoded before. These files are not
+                decoded again; the results for all other files are added.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -54,13 +54,14 @@ class RequestFiles:
         """Add the name of a request field to an `InputError` that the `with` block raises.
 
         Args:
-            field_name: Name of the file, as in `VideoRequest.files`.
+            field_name: Key of the file in `VideoRequest.files`, such as `reference_1`. The error
+                gets the name of the request field, such as `references`.
         """
         try:
             yield
         except InputError as error:
-            # If the disk is not mounted, a file looks missing. `check` then raises an error that
-            # says so.
+            # If the disk is not mounted, files look missing. In this case `check` raises an error
+            # about the disk, which replaces the error about the file.
             self._store.check()
             error.details["field"] = field_of(field_name)
             raise
@@ -79,7 +80,8 @@ class RequestFiles:
             job: New job of the request.
             uploads: Stack to which a callback for each stored file is added. The callback removes
                 the file.
-            decoded: Results for images that were decoded before; see `UploadStore.save`.
+            decoded: Results of decoders for files that were decoded before. These files are not
+                decoded again. None: every file is decoded.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.

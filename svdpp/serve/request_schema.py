@@ -50,7 +50,7 @@ from svdpp.models.checkpoint import Checkpoint, InputUse
 from svdpp.serve.loras import LoraCatalog
 from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_request, params_to_json
 
-#: Fields that some models do not accept, each with the hint of the error.
+#: Hint of the error for a field that the server's model does not accept, by the field's name.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
     "lora": "this server offers no LoRAs; to offer some, start it with --lora-dir FOLDER",
@@ -89,7 +89,8 @@ def without_repetition(items: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a request's fields as a dict; raise an `ApiError` if a field is repeated.
 
     Args:
-        items: Names and values of a form, in the order in which they were sent.
+        items: Names and values of a form, or keys and values of a JSON object, in the order in
+            which they were sent.
 
     Raises:
         ApiError: A name is repeated.
@@ -153,8 +154,9 @@ def _reject_bool(value: Any) -> Any:
     return value
 
 
-# This validator must come after the bounds in an annotation. Otherwise pydantic would apply the
-# bounds to null, too.
+# In an annotation, this validator must follow the bounds, as in
+# `Annotated[int | None, Field(le=9), _NUMBER]`. Pydantic then applies the bounds only to numbers.
+# In the other order, pydantic would also compare null with the bounds, and fail.
 _NUMBER = BeforeValidator(_reject_bool)
 
 
@@ -170,7 +172,7 @@ def field_of(file_name: str) -> str:
 
 
 def _listed(value: Any) -> Any:
-    """Return the uploads in a request's field as a list, also if a client sent a single upload."""
+    """Return the uploads in a request's field as a list, even if there is only one upload."""
     return value if value is None or isinstance(value, list) else [value]
 
 
@@ -306,7 +308,7 @@ def _prompt_fields(kind: type[Any]) -> dict[str, Any]:
 
 
 def _lora_field(names: Sequence[str] | None) -> dict[str, Any]:
-    """Return the pydantic field `lora` in a dict; an empty dict if requests may use no LoRA.
+    """Return a dict with the pydantic field `lora`, or an empty dict if requests may use no LoRA.
 
     Args:
         names: Names of LoRAs that requests may use; None: any name.
@@ -350,7 +352,7 @@ class Capabilities:
 
     model: str
     sampling: SamplingConfig
-    """Parameters of a clip for which a request sets none: the model's defaults, all filled in."""
+    """Default sampling parameters of the model, all filled in. A request can replace them."""
     sizes: tuple[tuple[int, int], ...]
     """Frame sizes that clients may request, each width and height in pixels."""
     weights: str = ""
@@ -381,7 +383,7 @@ class Capabilities:
         Args:
             model: Name of the model. For a local checkpoint, its folder's name is used instead.
             checkpoint: Checkpoint of the model; None for the dummy model, which behaves like SVD.
-            settings: Further fields of the instance.
+            settings: Further fields of the `Capabilities`, such as `sizes`.
         """
         if checkpoint is None:
             return cls(model=model, **settings)
@@ -454,7 +456,7 @@ class Capabilities:
         The entry has the inputs, fields, defaults and limits of requests.
 
         Args:
-            limits: Further entries of `limits`, such as `max_open`.
+            limits: Limits to add to the object `limits` of the entry, such as `max_open`.
         """
         inputs: dict[str, InputUse] = {
             IMAGE_FIELD: self.image_use,

@@ -28,8 +28,8 @@ _LATENT = re.compile(r"latents/[^.]")
 #: Seconds between two searches for files that no job needs. A request that takes more than half of
 #: this time to store its files and its job is rejected, because a search could remove the files.
 ORPHAN_SCAN_SECONDS = 3600.0
-# Age in seconds at which latent checkpoints are removed. A clip whose checkpoint was removed begins
-# again if it is interrupted.
+# Age in seconds at which latent checkpoints are removed. If a clip whose checkpoint was removed is
+# interrupted, the clip starts over from its first step.
 _LATENTS_SECONDS = 7 * 86400.0
 
 #: Files that one search found, each with name, size in bytes and unix time of the last change.
@@ -112,8 +112,8 @@ def remove_orphans(
     Servers that were killed leave such files: images of requests without a job, clips from an
     earlier claim than the job's last one, and unfinished files. A file that has not changed since
     the previous search, `ORPHAN_SCAN_SECONDS` ago, does not belong to a request or rank that is
-    still at work. This rule needs no clock. With a store, local copies that were not used since the
-    previous search are removed too.
+    still at work. The two searches are compared with each other, so a wrong clock does no harm.
+    With a store, local copies that were not used since the previous search are removed too.
 
     Args:
         queue: Queue with the rows and files of the jobs.
@@ -153,7 +153,11 @@ def remove_orphans(
 
 
 def _now_or_never(queue: JobQueue) -> float:
-    """Return the queue's unix time; if clocks differ, minus infinity, so that no file is old."""
+    """Return the queue's unix time, from which callers compute the age of files.
+
+    If the clocks of this machine and of the queue differ, return minus infinity. No file then
+    counts as old.
+    """
     try:
         queue.check_clock()
     except ClockError as error:
@@ -170,7 +174,15 @@ def _is_orphan(
     *,
     is_copy: bool = False,
 ) -> bool:
-    """Whether no job needs a stored file; a latent checkpoint newer than `oldest` is needed."""
+    """Whether no job needs a stored file.
+
+    Args:
+        file: Name, size in bytes and unix time of the last change.
+        clips: Fencing token of each job's clip, by job id; see `JobQueue.clip_tokens`.
+        lines: Ids of the batch files that are needed.
+        oldest: Unix time; a latent checkpoint that was written later is needed.
+        is_copy: Whether the file is a local copy of a file in the store.
+    """
     name, (_, written_at) = file
     match = FILE_NAME.fullmatch(name)
     if match is None or (_LATENT.match(name) and written_at > oldest):
@@ -180,8 +192,8 @@ def _is_orphan(
     if (id := match["clip"]) is None:
         return match["photo"] not in clips
     if id not in clips:
-        # A clip without a row is kept, because the queue may have been restored from a backup. If
-        # the store has the clip, its local copy is not needed.
+        # A clip without a row is kept: the queue may have been restored from a backup that is older
+        # than the clip. A local copy is not needed, because the store has the clip.
         return is_copy
     return match["token"] is not None and clips[id] != int(match["token"])
 

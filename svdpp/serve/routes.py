@@ -380,7 +380,12 @@ def cancel_video(id: str, service: ServiceDep, owner: OwnerDep, response: Respon
 
 
 def _fetch_file(service: Service, path: Path | None, code: str) -> Path:
-    """Return the path of a video's file, fetched from the store if necessary; raise if missing.
+    """Return the path of a video's file, after fetching the file from the store if necessary.
+
+    Args:
+        service: Service of the server.
+        path: Path of the file in the data folder; None: the video has no such file.
+        code: Code of the error if there is no file.
 
     Raises:
         ApiError: The file does not exist: status 404, with `code`.

@@ -167,7 +167,7 @@ class Video(BaseModel):
 
 
 def params_to_json(sampling: SamplingConfig) -> dict[str, Any]:
-    """Return the parameters of a clip, or a model's defaults, by the names of the API."""
+    """Return the parameters of a clip, or a model's defaults, by the names of request fields."""
     params = params_by_field(type(sampling))
     return {
         **{field: getattr(sampling, param.name) for field, param in params.items()},

@@ -62,6 +62,9 @@ _SWITCH_SECONDS = 0.0005
 def check_config(config: PipelineConfig, sizes: Iterable[tuple[int, int]] = ()) -> PipelineConfig:
     """Resolve a server's configuration, and raise an error unless the ranks can start with it.
 
+    For example, the checkpoint must exist, the model must be able to make all frame sizes, and the
+    clips must fit in the memory of the devices.
+
     Args:
         config: Configuration of the pipeline.
         sizes: Further frame sizes to check, each width and height in pixels.
@@ -111,8 +114,8 @@ class Server:
     """HTTP server that serves `app` until a signal arrives, and then ends all threads in order.
 
     After the first SIGTERM, SIGINT or SIGHUP, new jobs are rejected, and the ranks may finish clips
-    during a grace period, in which clients can still read. A second signal ends the process at
-    once.
+    during a grace period, in which clients can still query and download clips. A second signal ends
+    the process at once.
 
     Args:
         app: Application from `build`.

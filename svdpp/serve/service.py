@@ -50,7 +50,9 @@ from svdpp.serve.webhooks import Webhooks
 # Maximum seconds in a `Retry-After` header. A client that waited longer would miss free places in
 # the queue.
 _MAX_RETRY = 600
-# Seconds between two searches for deleted jobs that ended on another server or before a restart.
+# Seconds between two searches for jobs that were deleted while a rank worked on them. When such a
+# job ends on this server, its files are removed at once. The search finds those that ended on
+# another server or before a restart.
 _REMOVAL_SECONDS = 30.0
 
 
@@ -210,8 +212,8 @@ class Service:
     def submit(self, request: VideoRequest, owner: Owner, idempotency_key: str | None) -> Video:
         """Check a request for a clip, and store its files and its job durably; return the video.
 
-        The ETA in the response is stored, too, and compared with the actual time when the clip is
-        completed.
+        The ETA in the response is stored, too. Once the clip is completed, the ETA is compared with
+        the actual time.
 
         Args:
             request: Request of one clip.
@@ -265,8 +267,9 @@ class Service:
             owner: Owner of the job.
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
-            loras: SHA-256 of the LoRA file to use for each name, for a batch that was checked
-                earlier. Other names, and all names if None, mean the files that servers offer now.
+            loras: SHA-256 of LoRA files, by the name of the LoRA. A batch records the files of the
+                time when it was checked. For a name that is missing here, or if None, the file that
+                the servers offer now is used.
 
         Raises:
             ApiError: The server does not make such clips, or sends no webhooks to the requested
@@ -387,9 +390,10 @@ class Service:
         return DeletedVideo(id=id, status=job.state), True
 
     def cancel(self, id: str, owner: Owner) -> Job:
-        """Cancel a job, and return the job afterwards. A job in a final state does not change.
+        """Cancel a job, and return it with its new state. A job in a final state does not change.
 
-        The method does not wait for ranks: a job is in progress until ranks have dropped the clip.
+        The method does not wait for ranks. If ranks work on the clip, the returned job is still in
+        progress; its state becomes CANCELLED once the ranks have dropped the clip.
 
         Args:
             id: Id of the job.
@@ -405,7 +409,7 @@ class Service:
         return self.job(id, owner)
 
     def verify(self, id: str, owner: Owner) -> Video:
-        """Request the verification of a clip, which is made again on one device and compared.
+        """Request a verification: make the clip again on one device, and compare it with the file.
 
         Raises:
             ApiError: The owner has no such completed clip, or the clip has no files.
@@ -418,7 +422,7 @@ class Service:
     # --- jobs as clients see them ---------------------------------------------------------------
 
     def job(self, id: str, owner: Owner) -> Job:
-        """Return an owner's job with an id; raise an `ApiError`, also for another owner's job.
+        """Return an owner's job by its id. A job of another owner counts as missing.
 
         Raises:
             ApiError: The owner has no such job, or only a newer svdpp can read it.
@@ -458,19 +462,22 @@ class Service:
         now = ClipProgress(0, 1) if clip is None else clip.progress
         if job.state is JobState.IN_PROGRESS and now.rank is not None:
             return video_from_job(job, eta_seconds=eta, step=now.steps_done, rank=now.rank)
-        # If the clip was queued again after a failure of the ranks, `now.rank` still names a rank
-        # that has ended, and the clip's finished steps are lost.
+        # No rank works on the clip now. If `now.rank` is not None, the ranks failed, and the clip
+        # was queued again: `now` still describes the failed attempt, whose steps are lost.
         step = now.steps_done if now.rank is None else 0
         job = replace(job, state=JobState.QUEUED, started_at=None)
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return why this server cannot make a job, although it has the model; None if it can."""
+        """Return why this server cannot make a job for its own model; None if it can."""
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make a job, whatever the job's model; None if it can."""
+        """Return why this server cannot make a job, which may be for another model; None if it can.
+
+        For a job of another model, the reason names both models.
+        """
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
         own_model = self.capabilities.model

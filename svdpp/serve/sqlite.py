@@ -78,7 +78,7 @@ class StorageUnavailableError(BackendUnavailableError):
 
 
 def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> None:
-    """Raise a `RequestError` if a data folder without a queue has other files.
+    """Raise a `RequestError` if a data folder without a queue has files that are not allowed.
 
     Args:
         folder: Data folder, which need not exist.
@@ -87,7 +87,7 @@ def check_no_foreign_files(folder: Path, allowed: set[str], restore: str) -> Non
             `restore its queue.sqlite3`.
 
     Raises:
-        RequestError: The folder has other files.
+        RequestError: The folder has a file that is not in `allowed`.
     """
     names = (
         set(os.listdir(folder)) - {LOCK_FILE, LOST_AND_FOUND, RESERVE_FILE, *allowed}
@@ -122,8 +122,8 @@ class SqliteBackend:
 
     Args:
         folder: Data folder, which is created.
-        adopts: Whether the folder may be one that has files but no queue database; False: such a
-            folder is an error.
+        adopts: Whether to start a new queue in a folder that has files but no queue database.
+            False: such a folder causes a RequestError.
     """
 
     claim_locks: Sequence[tuple[str, str]] = [("", "")]
@@ -140,7 +140,7 @@ class SqliteBackend:
         self._path = folder / _NAME
         self._is_closed = False
         # Inodes of the database file and its log when they were opened, by which `is_there` notices
-        # that a file was removed or replaced. Empty until then.
+        # that a file was removed or replaced. Empty until the files are open.
         self._opened_as: list[int] = []
         # Reads have their own connection, so that they do not wait until a write is on the disk.
         self._writing, self._reading = threading.Lock(), threading.Lock()
@@ -197,7 +197,7 @@ class SqliteBackend:
                     self._writer.execute("ROLLBACK")
 
     def fetch_all(self, query: str, *values: Any) -> list[Any]:
-        """Return the rows of a query to the SQLite file. A running transaction does not delay it.
+        """Return the rows of a query to the SQLite file, without waiting for a running transaction.
 
         Raises:
             OutputError: The file cannot be used.

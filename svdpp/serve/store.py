@@ -90,8 +90,8 @@ class FileStore:
         A missing file is ignored.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder does not belong to the
-                queue.
+            StorageUnavailableError: The store does not answer, or the data folder does not belong
+                to the queue, as when its disk is not mounted.
         """
         if not self.is_remote:
             self.check()
@@ -108,8 +108,8 @@ class FileStore:
         """Copy a job's file from the store to the folder, if only the store has it.
 
         Raises:
-            StorageUnavailableError: The store does not answer, or the folder does not belong to the
-                queue.
+            StorageUnavailableError: The store does not answer, or the data folder does not belong
+                to the queue, as when its disk is not mounted.
         """
         if not self.is_remote:
             self.check()
@@ -240,7 +240,7 @@ class FileStore:
         return ""
 
     def write_queue_id(self, queue_id: str) -> None:
-        """Write the id of the queue to the store, beside the jobs' files that belong to it.
+        """Write the queue's id to the store, to mark the files in the store as files of this queue.
 
         Raises:
             OutputError: The id cannot be written.
@@ -312,9 +312,10 @@ class FileStore:
 
     @contextlib.contextmanager
     def _errors(self, *, is_probe: bool = False) -> Iterator[None]:
-        """Translate errors of the jobs' store in the `with` block to errors of svdpp.
+        """Turn errors of the store in the `with` block into StorageUnavailableError.
 
-        After an error of the store, all calls except probes fail at once, until a probe succeeds.
+        An error of the local disk, such as a full disk, becomes an OutputError. After an error of
+        the store, all calls except probes fail at once, until a probe succeeds.
 
         Args:
             is_probe: Whether the block probes the store.

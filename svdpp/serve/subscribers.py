@@ -1,4 +1,4 @@
-"""Number of clients that follow jobs, and a limit on how often they query the queue."""
+"""Number of clients that follow jobs, and a limit on how often the queue is queried for them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOOKS_PER_SECOND = 200
 
 @dataclass
 class SubscriberCounts:
-    """Number of clients that follow jobs, and a limit on how often they query the queue.
+    """Number of clients that follow jobs, and a limit on how often the queue is queried for them.
 
     A client follows a job by an event stream. Open archives are counted as clients, too.
     """

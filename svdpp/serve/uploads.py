@@ -70,15 +70,16 @@ _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
 _RESULT = re.compile(
     r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7}) (|over white|scaled)"
 )
-#: Beginning of a decoder's output that is an error; the error as JSON follows.
+#: Prefix of a decoder's output if the decoder reports an error. The error follows as JSON.
 _ERROR_PREFIX = "refused\0"
 #: JPEG marker that begins a segment or ends the image. Restart markers and the bytes ff 00 are
 #: excluded, because they occur in the data of a scan.
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 
-#: What decoder processes reported about images: SHA-256, suffix, width, height and conversion, as
-#: texts, by the image's SHA-256 and the number of frames of the requested clip.
+#: Results of decoder processes. Each value has SHA-256, suffix, width, height and conversion of an
+#: image or video, as texts. Each key has the SHA-256 of the file, and the number of frames that the
+#: clip uses of a video (0 for an image).
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
@@ -185,8 +186,8 @@ class UploadStore:
             further: Name of the request field if the file is a further input, such as
                 `reference_1`; empty: the file is the job's main image or video.
             owner: Name of the owner who uploads the image.
-            decoded: Results for images that were decoded before. If this image is among them, it is
-                not decoded again; otherwise its result is added. None: the image is always decoded.
+            decoded: Results of earlier calls. A file with the same content as an earlier one is not
+                decoded again; otherwise its result is added. None: the file is always decoded.
 
         Returns:
             The stored file, with its SHA-256, width and height.
@@ -246,7 +247,9 @@ class UploadStore:
             output_files.remove(upload)
 
     def save_lines(self, source: BinaryIO, id: str) -> tuple[str, int]:
-        """Store the file of a batch's lines durably, as `ID.jsonl`; return SHA-256 and bytes.
+        """Store the uploaded JSON Lines file of a batch durably, as `ID.jsonl`.
+
+        Return the file's SHA-256 and its size in bytes.
 
         Raises:
             OutputError: The disk cannot be written.
@@ -294,7 +297,7 @@ def _sha256_of(path: Path) -> str:
 
 
 def sanitize_filename(name: str | None) -> str:
-    """Return a file name from a client without folders and control characters, shortened."""
+    """Return a client's file name without folders and control characters, cut to `_MAX_NAME`."""
     last = re.split(r"[/\\]", name or "")[-1]
     printable = "".join(char for char in last if char.isprintable()).strip()
     return printable[:_MAX_NAME] or "photo"
@@ -376,10 +379,10 @@ def main(path: str, *numbers: str) -> None:
 
     Args:
         path: File to decode.
-        numbers: Six integers: process id of the server, at whose end this process ends; number of
-            frames of the video that a clip uses, 0 for an image; maximum pixels; maximum bytes of
-            address space; maximum seconds of CPU time, after which the kernel sends SIGXCPU; and
-            maximum scans of a JPEG.
+        numbers: Six integers: process id of the server (if the server ends, this process ends,
+            too); number of frames of the video that a clip uses, 0 for an image; maximum pixels;
+            maximum bytes of address space; maximum seconds of CPU time, after which the kernel
+            sends SIGXCPU; and maximum scans of a JPEG.
     """
     parent, video_frames, max_pixels, max_bytes, cpu_seconds, max_scans = map(int, numbers)
     end_with_parent(parent)

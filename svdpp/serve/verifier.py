@@ -82,8 +82,8 @@ class Verifier:
         self.thread = PeriodicThread(
             "verifier", self._run_once, seconds, error_message=error_message
         )
-        """Thread that verifies clips, also those whose verification was requested before the server
-        was started again."""
+        """Thread that verifies clips, including clips whose verification was requested before the
+        server was last started."""
 
     def request(self, id: str) -> bool:
         """Request the verification of a completed clip.
@@ -177,7 +177,11 @@ class Verifier:
         return f"file missing: the {' and the '.join(missing)}" if missing else ""
 
     def _run_process(self, job: Job) -> dict[str, Any] | None:
-        """Verify a job's clip in a process; return the result; None: the process was stopped."""
+        """Verify a job's clip in a process, and return the result.
+
+        Return None if the process was stopped, because the ranks got work, the request was
+        withdrawn, or the server is closing.
+        """
         if missing := self._missing_files(job):
             return _error_result(InputError(missing))
         with self._start_process(job) as process:

@@ -59,8 +59,8 @@ class Webhooks:
 
     Args:
         queue: Queue with the jobs whose webhooks are sent.
-        hosts: Hosts to which webhooks may be sent, as in a URL: a host with another port than the
-            default port of its scheme includes the port.
+        hosts: Hosts to which webhooks may be sent, such as `example.org`. A port other than the
+            default port of the URL's scheme is a part of the host, as in `example.org:8443`.
         secrets: Keys of the signatures. Every webhook has a signature with each key, so that
             receivers can change from an old key to a new one.
         view: Function that returns the API's representation of a job.

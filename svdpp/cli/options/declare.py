@@ -75,7 +75,7 @@ def flag(*names: str, panel: str, help: str, common: bool = False, **more: Any) 
 
 
 def options_field(options: Mapping[str, Any]) -> Any:
-    """Return a dataclass field of an option group; this one field stands for several options.
+    """Return a dataclass field for an option group; this one field stands for several options.
 
     The value of the field is a mapping of the options that were given.
 
@@ -86,10 +86,10 @@ def options_field(options: Mapping[str, Any]) -> Any:
 
 
 def collected_options(each: Field[Any]) -> Mapping[str, Any]:
-    """Return the options that a field of an option group stands for; empty for most fields.
+    """Return the options of a field made by `options_field`; empty for any other field.
 
     Args:
-        each: Field of a dataclass.
+        each: Field of an option group.
     """
     options: Mapping[str, Any] = each.metadata.get("options", {})
     return options

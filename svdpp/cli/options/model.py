@@ -317,7 +317,9 @@ class ModelOptions:
         has_last_image: bool | None = None,
         num_references: int = 0,
     ) -> SamplingConfig:
-        """Return a clip's sampling parameters: options, else the model's or diffusers' defaults.
+        """Return a clip's sampling parameters, from the options.
+
+        Parameters without an option get the model's default, or else diffusers' default.
 
         Args:
             from_image: Whether clips start from an image, if the family also makes clips from text.
@@ -345,7 +347,10 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class WithoutAppearance(ModelOptions):
-    """Model options, except those that change only how clips look, not costs or memory."""
+    """Model options without those that change only how clips look.
+
+    Commands that use this group, such as `svdpp plan`, deal only with times and memory.
+    """
 
     fit: Fit = "stretch"
     fps: float | None = None

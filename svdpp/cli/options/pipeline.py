@@ -33,8 +33,8 @@ def layout_options_field(**shown_defaults: str) -> Any:
     """Return a dataclass field that adds an option for each field of `ParallelConfig`.
 
     Args:
-        shown_defaults: Words for the defaults in the help text, by option. They replace the
-            usual words, such as `uniform` for `split`.
+        shown_defaults: Defaults to show in the help, as text, by the option's name. Other options
+            show their usual default, such as `uniform` for the option `split`.
     """
     kinds = get_type_hints(ParallelConfig)
     options = {}
@@ -189,7 +189,10 @@ class PipelineOptions(ModelOptions):
 
     @property
     def parallel_fields(self) -> dict[str, Any]:
-        """Layout options that are given, by field; the size of CFG pairs may be `auto`."""
+        """Values of the layout options that the user gave, by field of `ParallelConfig`.
+
+        The value of `cfg_parallel_size`, if it is given, is a number or `auto`.
+        """
         given = layout_fields(self.parallel)
         if (size := given.get("cfg_parallel_size", "auto")) != "auto":
             given["cfg_parallel_size"] = int(size)
