@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from loguru import logger
 
-from svdpp.errors import OutputError, SvdppError
+from svdpp.errors import OutputError, SvdppError, pluralize
 from svdpp.serve.auth import Owner
 from svdpp.serve.batch_files import BatchFiles
 from svdpp.serve.batch_lines import (
@@ -179,7 +179,7 @@ class Batches:
                 with suppress(OutputError):
                     self.files.discard(file)
         if stored.id == batch.id:
-            logger.info("{} is requested, with {} lines", batch.id, total)
+            logger.info("{} is requested, with {}", batch.id, pluralize(total, "line"))
             self.thread.wake()
         return stored
 
@@ -448,10 +448,11 @@ def _full_error(details: dict[str, Any]) -> ApiError:
     scope = "this key" if "owner" in details else "all batches of this server"
     values = {"open": num_open, "limit": limit, "lines": lines}
     if lines > limit:
-        text = f"the batch has {lines} lines, but {scope} may have at most {limit} open clips"
+        has, most = pluralize(lines, "line"), pluralize(limit, "open clip")
+        text = f"the batch has {has}, but {scope} may have at most {most}"
         return ApiError(422, "batch_too_large", text, "split the file", **values)
     text = (
-        f"the {lines} lines of the batch and the {num_open} open clips of {scope} exceed the "
-        f"limit of {limit} open clips"
+        f"the {pluralize(lines, 'line')} of the batch and the {pluralize(num_open, 'open clip')} "
+        f"of {scope} exceed the limit of {pluralize(limit, 'open clip')}"
     )
     return ApiError(429, "queue_full", text, "send it again later", retry=60, **values)

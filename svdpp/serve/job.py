@@ -254,6 +254,16 @@ def _loras_of(text: str) -> tuple[Lora, ...]:
     return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
 
 
+def is_sampling_readable(text: str) -> bool:
+    """Whether this svdpp can read the JSON text of the database column `sampling`."""
+    try:
+        parse_sampling(text)
+        _loras_of(text)
+    except (ValueError, TypeError, LookupError):
+        return False
+    return True
+
+
 def new_id() -> str:
     """Return a random id for a new job, which nobody can guess."""
     return f"video_{secrets.token_hex(16)}"

@@ -39,6 +39,7 @@ from svdpp.serve.job import (
     UnreadableJobError,
     VerificationStatus,
     column_of,
+    is_sampling_readable,
     job_from_row,
     to_json_column,
 )
@@ -273,6 +274,8 @@ class JobQueue(JobQueries):
                         return job
             except _IncompatibleJobError as passed_job:
                 self._incompatible.append(passed_job.args[0])
+            except UnreadableJobError as error:
+                self._skip_unreadable(error)
         return None
 
     def _try_claim(self, next_id: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
@@ -284,8 +287,14 @@ class JobQueue(JobQueries):
             try:
                 job = job_from_row(rows[0])
             except UnreadableJobError as error:
+                sampling = rows[0][sql.SAMPLING_INDEX]
+                # A newer svdpp may have stored many jobs with parameters that this svdpp cannot
+                # read. They are skipped together. If only another column is unreadable, other jobs
+                # with the same parameters are not skipped.
+                if is_sampling_readable(sampling):
+                    raise
                 self._skip_unreadable(error)
-                raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX]) from error
+                raise _IncompatibleJobError(sampling) from error
             if self.incompatible_reason(job) is not None:
                 raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX])
             connection.execute(sql.ADVANCE_TURN, (job.owner,))

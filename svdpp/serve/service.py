@@ -192,7 +192,9 @@ class Service:
 
     def not_ready_reason(self) -> str | None:
         """Return why this server cannot accept requests or make clips now; None if it can."""
-        if self.engine.state != "ready" or self.is_closing:
+        if self.is_closing:
+            return "the server is shutting down"
+        if self.engine.state != "ready":
             return "the ranks are not ready"
         if reason := self.queue.unavailable_reason:
             return reason

@@ -17,6 +17,7 @@ from PIL import Image
 
 from svdpp.serve.auth import Owner, add_key
 from svdpp.serve.batch_table import BatchState
+from svdpp.serve.schemas import ApiError
 from svdpp.serve.server import build
 from svdpp.serve.service import Service
 from tests.support.http_server import PHOTO, QUICK, HttpServer, ServerHere, asked, error_of, wait
@@ -351,3 +352,15 @@ def test_a_batch_that_is_cancelled_after_a_failure_leaves_nothing_in_memory(tmp_
         batches.cancel(batch.id, Owner())
         batches._run_once()
         assert batches._decoded == {}
+
+
+def test_a_limit_of_one_clip_is_told_in_the_singular(tmp_path: Path) -> None:
+    owner = Owner("ann", max_open=1)
+    with unstarted(tmp_path / "data") as service:
+        create = service.batches.create
+        with pytest.raises(ApiError, match=r"may have at most 1 open clip$"):
+            create(owner, None, source=io.BytesIO(f"{line('a')}\n{line('b')}".encode()))
+        create(owner, None, source=io.BytesIO(line("a").encode()))
+        words = "the 1 line of the batch and the 1 open clip of this key exceed the limit of 1 open"
+        with pytest.raises(ApiError, match=rf"{words} clip$"):
+            create(owner, None, source=io.BytesIO(line("b").encode()))
