@@ -68,7 +68,7 @@ class Job:
         attempts: Number of times that ranks died while they made the clip.
         remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
             hidden from clients, and removed once it has ended.
-        promised_seconds: ETA in the response to the request, in seconds after `created_at`.
+        eta_seconds: ETA in the response to the request, in seconds after `created_at`.
         error: Error that made the job fail, as `errors.error_to_dict` returns it; None: the job has
             not failed.
         verification: Result of the verification, which makes the clip again on one device and
@@ -110,7 +110,7 @@ class Job:
     attempts: int = 0
     cancel_requested: bool = False
     remove_requested: bool = False
-    promised_seconds: float | None = None
+    eta_seconds: float | None = None
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     verification: VerificationStatus = "none"
@@ -170,6 +170,7 @@ _COLUMN_NAMES = {
     "fencing_token": "token",
     "cancel_requested": "cancel_asked",
     "remove_requested": "remove_asked",
+    "eta_seconds": "promised_seconds",
     "verification": "proof",
     "verification_reason": "proof_reason",
 }

@@ -391,16 +391,16 @@ class JobQueue(JobQueries):
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
-        self, id: str, proof: VerificationStatus, reason: str | None = None
+        self, id: str, status: VerificationStatus, reason: str | None = None
     ) -> bool:
         """Set a completed job's verification status and reason; return whether this was done.
 
         Args:
             id: Id of the job.
-            proof: New verification status.
+            status: New verification status.
             reason: Sentence that explains the status; None: the status needs no explanation.
         """
-        return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
+        return self._update(id, [JobState.COMPLETED], proof=status, proof_reason=reason)
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
@@ -427,7 +427,7 @@ class JobQueue(JobQueries):
         finally:
             self._locked_clips.discard(id)
 
-    def set_promise(self, id: str, seconds: float) -> bool:
+    def set_eta(self, id: str, seconds: float) -> bool:
         """Store the ETA that the client was given for a job; return whether the job exists.
 
         Args:

@@ -178,7 +178,7 @@ def _is_orphan(
     if match["lines"] is not None:
         return match["lines"] not in lines
     if (id := match["clip"]) is None:
-        return match["photo"] not in clips
+        return match["upload"] not in clips
     if id not in clips:
         # A clip without a row is kept, because the queue may have been restored from a backup. If
         # the store has the clip, its local copy is not needed.
@@ -207,7 +207,7 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     orphans: dict[str, float] = {}
     for name, (_, written_at) in sorted(files.items()):
         match = FILE_NAME.fullmatch(name)
-        id = match and (match["photo"] or match["clip"])
+        id = match and (match["upload"] or match["clip"])
         if id and id not in ids:
             orphans[name] = written_at
     clips = [name for name in orphans if name.endswith(".mp4")]

@@ -245,7 +245,7 @@ class Service:
             with contextlib.suppress(OutputError):
                 estimate = self.fleet.estimates.estimate(job.id)
                 if estimate is not None and estimate.eta_seconds is not None:
-                    self.queue.set_promise(job.id, estimate.eta_seconds)
+                    self.queue.set_eta(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
         # The job is stored, but now the queue cannot be read. So the client gets the stored job,

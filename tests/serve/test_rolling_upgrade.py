@@ -121,7 +121,7 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "add", adding)
         if when == "after":
-            patch.setattr(queue, "set_promise", away)
+            patch.setattr(queue, "set_eta", away)
             patch.setattr(queue, "get", away)
             patch.setattr(queue, "waiting", away)
         answer = server.request()

@@ -3,37 +3,37 @@
 import { $, iconButton, make, renderList, toast, setAttribute, setText } from "./dom.js";
 import { model } from "./form.js";
 import { inputWord } from "./format.js";
-import { forgetPhoto, keepPhoto, keptPhotos } from "./keep.js";
+import { forgetInput, keepInput, keptInputs } from "./keep.js";
 import { token } from "./random.js";
 import { emit, on } from "./signals.js";
 import { state } from "./state.js";
 import { fileSize, withArticle } from "./text.js";
 import { shrink } from "./thumbs.js";
 
-export function addPhotos(files) {
+export function addInputs(files) {
   if (!files.length) return;
   if (model()?.inputs.input_reference === "refused") {
     toast("This model makes clips from text alone.");
     return;
   }
-  for (const file of files) keepPhoto(takePhoto({ id: token(), file }));
-  renderPhotos();
-  emit("photos");
+  for (const file of files) keepInput(takeInput({ id: token(), file }));
+  renderInputs();
+  emit("inputs");
 }
 
-function takePhoto({ id, file }) {
-  const photo = { id, file, thumb: shrink(file), src: null, error: faultOf(file) };
-  state.photos.push(photo);
-  photo.thumb.then((src) => { photo.src = src; renderPhotos(); });
-  return photo;
+function takeInput({ id, file }) {
+  const input = { id, file, thumb: shrink(file), src: null, error: faultOf(file) };
+  state.inputs.push(input);
+  input.thumb.then((src) => { input.src = src; renderInputs(); });
+  return input;
 }
 
 /** Restores the images that were chosen before a reload of the page. */
-async function restorePhotos() {
+async function restoreInputs() {
   if (model()?.inputs.input_reference === "refused") return;
-  for (const photo of await keptPhotos()) if (!state.photos.some(({ id }) => id === photo.id)) takePhoto(photo);
-  renderPhotos();
-  emit("photos");
+  for (const input of await keptInputs()) if (!state.inputs.some(({ id }) => id === input.id)) takeInput(input);
+  renderInputs();
+  emit("inputs");
 }
 
 /** Returns why the server would refuse a file; empty if no reason is known. */
@@ -46,47 +46,47 @@ function faultOf(file) {
   return `The ${word} has ${fileSize(file.size)}; this server takes ${fileSize(most)} at most.`;
 }
 
-export function removePhoto(photo) {
-  state.photos = state.photos.filter((each) => each !== photo);
-  forgetPhoto(photo.id);
-  renderPhotos();
-  emit("photos");
+export function removeInput(input) {
+  state.inputs = state.inputs.filter((each) => each !== input);
+  forgetInput(input.id);
+  renderInputs();
+  emit("inputs");
 }
 
-export function renderPhotos() {
-  $("photos").hidden = !state.photos.length;
-  renderList($("photos"), state.photos, (photo) => photo.id, createPhoto, updatePhoto);
+export function renderInputs() {
+  $("inputs").hidden = !state.inputs.length;
+  renderList($("inputs"), state.inputs, (input) => input.id, createInput, updateInput);
 }
 
-function createPhoto(photo) {
-  const { name } = photo.file;
+function createInput(input) {
+  const { name } = input.file;
   const parts = {
     picture: make("span", { className: "blank" }),
     note: make("span", { className: "note number" }),
-    button: iconButton("close", `Leave out ${name}`, () => removePhoto(photo)),
-    error: make("p", { className: "error", id: `photo-${photo.id}`, hidden: true }),
+    button: iconButton("close", `Leave out ${name}`, () => removeInput(input)),
+    error: make("p", { className: "error", id: `input-${input.id}`, hidden: true }),
   };
-  const node = make("li", { className: "photo" }, parts.picture,
+  const node = make("li", { className: "input" }, parts.picture,
     make("div", {}, make("span", { className: "name", title: name, textContent: name }), parts.note),
     parts.button, parts.error);
   return Object.assign(node, { parts });
 }
 
-function updatePhoto(node, photo) {
+function updateInput(node, input) {
   const { picture, note, error, button } = node.parts;
-  if (photo.src && picture.tagName !== "IMG") {
-    node.parts.picture = make("img", { src: photo.src, alt: `Preview of ${photo.file.name}` });
+  if (input.src && picture.tagName !== "IMG") {
+    node.parts.picture = make("img", { src: input.src, alt: `Preview of ${input.file.name}` });
     picture.replaceWith(node.parts.picture);
   }
-  setText(note, photo.sending ? "sending…" : fileSize(photo.file.size));
-  setText(error, photo.error);
-  error.hidden = !photo.error;
-  node.classList.toggle("refused", Boolean(photo.error));
-  setAttribute(button, "aria-describedby", photo.error ? error.id : "");
-  button.disabled = Boolean(photo.sending);
+  setText(note, input.sending ? "sending…" : fileSize(input.file.size));
+  setText(error, input.error);
+  error.hidden = !input.error;
+  node.classList.toggle("refused", Boolean(input.error));
+  setAttribute(button, "aria-describedby", input.error ? error.id : "");
+  button.disabled = Boolean(input.sending);
 }
 
-export function listenToPhotos() {
+export function listenToInputs() {
   let isRestored = false;
-  on("models", () => { if (!isRestored) restorePhotos(); isRestored = true; });
+  on("models", () => { if (!isRestored) restoreInputs(); isRestored = true; });
 }
