@@ -264,54 +264,54 @@ def _verify_clips(
     )
 
     settings = VerificationSettings(**{name: getattr(options, name) for name in _SETTINGS})
-    groups, proofs = plan_verification(paths, settings)
+    groups, results = plan_verification(paths, settings)
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
         schedule = tasks[0].config.layout.schedule(len(tasks))
         with Progress(console, "verify", schedule, labels=names) as progress:
-            proofs += verify_clips(tasks, observers=(progress,), tolerance=tolerance)
-    _show_results(console, sorted(proofs, key=lambda proof: proof.path))
+            results += verify_clips(tasks, observers=(progress,), tolerance=tolerance)
+    _show_results(console, sorted(results, key=lambda result: result.path))
 
 
-def _show_results(console: Console, proofs: Sequence[ClipVerification]) -> None:
+def _show_results(console: Console, results: Sequence[ClipVerification]) -> None:
     """Print the results of a verification, and raise an error if a clip differs.
 
     Raises:
         SvdppError: A clip differs or could not be verified.
     """
-    different = [proof for proof in proofs if proof.different]
-    errors = [proof.error for proof in proofs if proof.error is not None]
-    is_single = len(proofs) == 1
+    different = [result for result in results if result.different]
+    errors = [result.error for result in results if result.error is not None]
+    is_single = len(results) == 1
     if is_single and errors:
         raise errors[0]
-    found = [proof.to_json() for proof in proofs]
+    found = [result.to_json() for result in results]
     several = {"equal": not different and not errors, "clips": found}
     console.json({"schema_version": 2, **(found[0] if is_single else several)})
-    for check in proofs[0].checks if is_single else ():
+    for check in results[0].checks if is_single else ():
         word = _WORDS[check.verdict] if check.found or check.equal else "MISSING"
         sha256 = (check.found or "")[:12]
         console.prose(f"{check.what:<7}{word:<10} {sha256:<13} {check.detail}".rstrip())
-    for proof in proofs:
-        console.result(str(proof))
+    for result in results:
+        console.result(str(result))
     if not is_single:
-        num_equal = len(proofs) - len(different) - len(errors)
-        is_bitwise = all(proof.verdict != "within tolerance" for proof in proofs)
+        num_equal = len(results) - len(different) - len(errors)
+        is_bitwise = all(result.verdict != "within tolerance" for result in results)
         word = "bitwise equal" if is_bitwise else "bitwise equal or within tolerance"
-        console.result(f"{num_equal} of {len(proofs)} clips are {word}")
+        console.result(f"{num_equal} of {len(results)} clips are {word}")
     num_wrong = len(different or errors)
-    many = f"{num_wrong} of {len(proofs)} clips"
+    many = f"{num_wrong} of {len(results)} clips"
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
         # The hint says why a recomputed clip can have other bits. It is left out if each clip
         # differs only in the hash of its file, because a damaged file has another cause.
-        recomputed = any(check.what != "file" for proof in different for check in proof.different)
+        recomputed = any(check.what != "file" for result in different for check in result.different)
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",
             _CONDITIONS if recomputed else "",
             details={
                 "num_different": num_wrong,
-                "num_clips": len(proofs),
+                "num_clips": len(results),
                 "differences": str(first.differences),
             },
         )

@@ -29,6 +29,7 @@ from svdpp.errors import (
     ServerError,
     SvdppError,
     error_to_dict,
+    pluralize,
     recorded_path,
     without_folders,
 )
@@ -306,7 +307,7 @@ class BatchRun:
                 self._raise_faults(faults, clips)
             raise
         record.batch = batch["id"]
-        self._say(f"sent {len(clips)} {'clip' if len(clips) == 1 else 'clips'} as {batch['id']}")
+        self._say(f"sent {pluralize(len(clips), 'clip')} as {batch['id']}")
 
     def _raise_faults(
         self, faults: Sequence[Mapping[str, Any]], clips: Sequence[ServerClip]

@@ -31,7 +31,8 @@ class BatchState(StrEnum):
     IN_PROGRESS = "in_progress"
     """State after all lines have become jobs, even when all of these jobs have ended."""
     FAILED = "failed"
-    """State of a batch with a fault in a line. No further line becomes a job."""
+    """State of a batch with a fault in a line. No further line becomes a job. Jobs of earlier lines
+    are cancelled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,13 +328,13 @@ class BatchTable:
         return [job for (job,) in self._backend.fetch_all(query, id)]
 
     def half_cancelled(self) -> list[str]:
-        """Return the ids of cancelled batches that still have queued jobs.
+        """Return the ids of cancelled and failed batches that still have queued jobs.
 
-        A server that is killed while it cancels a batch leaves such jobs.
+        A server that is killed while it cancels the jobs of a batch leaves such jobs.
         """
         query = (
-            "SELECT id FROM batches WHERE cancelled_at IS NOT NULL AND EXISTS "
-            "(SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
+            "SELECT id FROM batches WHERE (cancelled_at IS NOT NULL OR state = 'failed') "
+            "AND EXISTS (SELECT 1 FROM jobs WHERE batch_id = batches.id AND state = 'queued')"
         )
         return [id for (id,) in self._backend.fetch_all(query)]
 

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from loguru import logger
 
-from svdpp.errors import OutputError, SvdppError
+from svdpp.errors import OutputError, SvdppError, pluralize
 from svdpp.serve.auth import Owner
 from svdpp.serve.batch_files import BatchFiles
 from svdpp.serve.batch_lines import (
@@ -179,7 +179,7 @@ class Batches:
                 with suppress(OutputError):
                     self.files.discard(file)
         if stored.id == batch.id:
-            logger.info("{} is requested, with {} lines", batch.id, total)
+            logger.info("{} is requested, with {}", batch.id, pluralize(total, "line"))
             self.thread.wake()
         return stored
 
@@ -233,6 +233,7 @@ class Batches:
         return self.table.get(id) or batch
 
     def _cancel_jobs(self, id: str) -> None:
+        """Cancel the unfinished jobs of a batch that was cancelled or has failed."""
         while cancelled := self.table.cancel_waiting(id):
             self._on_cancelled(len(cancelled))
         for job_id in self.table.running(id):
@@ -267,7 +268,9 @@ class Batches:
         at_work: dict[str, Iterator[None]] = {}
         failure: Exception | None = None
         while not self.thread.is_closing:
-            for batch in self.table.validating(self._model_key):
+            batches = self.table.validating(self._model_key)
+            self._forget_decoded(batches)
+            for batch in batches:
                 if batch.id not in seen:
                     at_work[batch.id] = self._process_batch(batch.id)
                 seen.add(batch.id)
@@ -284,6 +287,16 @@ class Batches:
         if failure is not None:
             raise failure
 
+    def _forget_decoded(self, validating: Iterable[Batch]) -> None:
+        """Drop the results of decoding images of all batches that are no longer `validating`.
+
+        After a failure, the results wait for a retry. There is none if the batch was cancelled or
+        another server has ended it.
+        """
+        ended = self._decoded.keys() - {batch.id for batch in validating}
+        for id in ended:
+            del self._decoded[id]
+
     def _process_batch(self, id: str) -> Iterator[None]:
         """Check the images of a batch, and turn its lines into jobs, some at a time.
 
@@ -294,14 +307,15 @@ class Batches:
             batch = self.table.get(id)
             if not is_held or batch is None or not _is_validating(batch):
                 return
-            file = self.table.file(batch.input_file)
-            if file is None:
-                error = ApiError(404, "file_not_found", f"{batch.input_file} was removed")
+            owner = Owner(batch.owner)
+            try:
+                file = self.files.get(batch.input_file, owner)
+                path = self.files.content(file)
+            except ApiError as error:  # the row or the content of the file was removed
                 self._fail(batch, [{"line": None, "code": error.code, "message": error.message}])
                 return
             decoded = self._decoded.setdefault(id, {})
-            owner = Owner(batch.owner)
-            with self.files.content(file).open("rb") as source:
+            with path.open("rb") as source:
                 faults = LineFaults()
                 if batch.stored == 0:
                     yield from self._check_images(source, batch, owner, decoded, faults)
@@ -315,8 +329,10 @@ class Batches:
                 self.files.discard(file)
 
     def _fail(self, batch: Batch, errors: Sequence[dict[str, Any]]) -> None:
+        """Set a batch to failed, and cancel the jobs that some of its lines may have become."""
         if self.table.fail(batch.id, errors):
             logger.warning("{} failed: {}", batch.id, errors[0]["message"])
+            self._cancel_jobs(batch.id)
 
     def _check_images(
         self,
@@ -411,9 +427,9 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Finish interrupted cancellations; remove old files, and failed or empty batches.
+        """Cancel jobs that killed servers left over; remove old files, and failed or empty batches.
 
-        A cancellation is interrupted if a server is killed while it cancels the jobs of a batch.
+        Jobs are left over if a server is killed while it cancels the jobs of a batch.
         """
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)
@@ -435,10 +451,11 @@ def _full_error(details: dict[str, Any]) -> ApiError:
     scope = "this key" if "owner" in details else "all batches of this server"
     values = {"open": num_open, "limit": limit, "lines": lines}
     if lines > limit:
-        text = f"the batch has {lines} lines, but {scope} may have at most {limit} open clips"
+        has, most = pluralize(lines, "line"), pluralize(limit, "open clip")
+        text = f"the batch has {has}, but {scope} may have at most {most}"
         return ApiError(422, "batch_too_large", text, "split the file", **values)
     text = (
-        f"the {lines} lines of the batch and the {num_open} open clips of {scope} exceed the "
-        f"limit of {limit} open clips"
+        f"the {pluralize(lines, 'line')} of the batch and the {pluralize(num_open, 'open clip')} "
+        f"of {scope} exceed the limit of {pluralize(limit, 'open clip')}"
     )
     return ApiError(429, "queue_full", text, "send it again later", retry=60, **values)

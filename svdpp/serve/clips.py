@@ -16,7 +16,7 @@ from svdpp.driver.clip_metadata import clip_metadata, weights_identity
 from svdpp.driver.clips import ClipHandle, ClipProgress
 from svdpp.driver.request_scheduler import RequestScheduler
 from svdpp.driver.resolve import check_memory, memory_of_devices
-from svdpp.errors import OutOfMemoryError, RequestError, SvdppError
+from svdpp.errors import OutOfMemoryError, RequestError, SvdppError, pluralize
 from svdpp.launch.gpus import visible_gpus
 from svdpp.media.images import MediaFile
 from svdpp.media.inputs import ClipInput
@@ -123,8 +123,8 @@ class Admission:
             if need is not None and need > gib:
                 width, height, frames = sampling.width, sampling.height, sampling.frames
                 return OutOfMemoryError(
-                    f"a clip of {frames} frames of {width}x{height} needs {need:.1f} GiB on a GPU "
-                    f"that has {gib:.1f} GiB",
+                    f"a clip of {pluralize(frames, 'frame')} of {width}x{height} needs "
+                    f"{need:.1f} GiB on a GPU that has {gib:.1f} GiB",
                     "request fewer frames or a smaller size",
                     details={
                         "field": "num_frames",

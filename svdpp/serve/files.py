@@ -16,6 +16,7 @@ from fastapi.responses import FileResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Receive, Scope, Send
 
+from svdpp.errors import pluralize
 from svdpp.media.kinds import read_signature, usual_suffix
 from svdpp.serve.job import Job
 from svdpp.serve.schemas import ApiError, error_response
@@ -73,7 +74,8 @@ class PrivateFile(FileResponse):
             size = self.stat_result.st_size
             ranges = _ranges(text, size) if self._range_applies(headers) else None
             if ranges == []:
-                message = f"the range {text[:60]!r} is outside of the file, which has {size} bytes"
+                has = pluralize(size, "byte")
+                message = f"the range {text[:60]!r} is outside of the file, which has {has}"
                 range_headers = {"Content-Range": f"bytes */{size}"}
                 error = ApiError(
                     416, "range_not_satisfiable", message, headers=range_headers, bytes=size

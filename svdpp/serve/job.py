@@ -68,7 +68,7 @@ class Job:
         attempts: Number of failed attempts. An attempt fails if ranks die while they make the clip.
         remove_requested: Whether the owner removed the job while ranks worked on it. Such a job is
             hidden from clients, and removed once it has ended.
-        promised_seconds: ETA in the response to the request, in seconds after `created_at`.
+        eta_seconds: ETA in the response to the request, in seconds after `created_at`.
         error: Error that made the job fail, as `errors.error_to_dict` returns it; None: the job has
             not failed.
         verification: Result of the verification, which makes the clip again on one device and
@@ -110,7 +110,7 @@ class Job:
     attempts: int = 0
     cancel_requested: bool = False
     remove_requested: bool = False
-    promised_seconds: float | None = None
+    eta_seconds: float | None = None
     error: dict[str, Any] | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     verification: VerificationStatus = "none"
@@ -170,6 +170,7 @@ _COLUMN_NAMES = {
     "fencing_token": "token",
     "cancel_requested": "cancel_asked",
     "remove_requested": "remove_asked",
+    "eta_seconds": "promised_seconds",
     "verification": "proof",
     "verification_reason": "proof_reason",
 }
@@ -252,6 +253,16 @@ def parse_sampling(text: str) -> SamplingConfig:
 def _loras_of(text: str) -> tuple[Lora, ...]:
     """Parse a job's LoRAs from the JSON text of the database column `sampling`."""
     return tuple(Lora(**values) for values in json.loads(text).get("loras", ()))
+
+
+def is_sampling_readable(text: str) -> bool:
+    """Whether this svdpp can read the JSON text of the database column `sampling`."""
+    try:
+        parse_sampling(text)
+        _loras_of(text)
+    except (ValueError, TypeError, LookupError):
+        return False
+    return True
 
 
 def new_id() -> str:

@@ -105,9 +105,7 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
     details = {"field": "loras", "name": name[:60]}
     if name not in hashes:
         listed = (
-            f"it has {', '.join(known)}"
-            if known
-            else "start the server with --lora-dir to offer LoRAs"
+            f"it has {', '.join(known)}" if known else f"leave `loras` out: {holder} offers none"
         )
         raise RequestError(
             f"{holder} has no LoRA {name[:60]!r}",
@@ -117,6 +115,6 @@ def _check_known(name: str, hashes: Mapping[str, Collection[str]], holder: str) 
     if len(hashes[name]) > 1:
         raise RequestError(
             f"`loras` {name[:60]!r} is not the same file on all servers",
-            "rename the file on some servers, so that each name stands for one file",
+            "name another LoRA, or leave `loras` out",
             details={**details, "sha256": sorted(hashes[name])},
         )

@@ -172,9 +172,9 @@ class Metrics(Collector):
         if job.started_at is not None:
             seconds = max(0.0, job.finished_at - job.started_at)
             self._histograms["clip_seconds"].observe(seconds)
-        if job.promised_seconds:
+        if job.eta_seconds:
             actual = job.finished_at - job.created_at
-            ratio = (actual - job.promised_seconds) / job.promised_seconds
+            ratio = (actual - job.eta_seconds) / job.eta_seconds
             self._histograms["eta_error_ratio"].observe(ratio)
             self._eta_errors.append(ratio)
 
@@ -186,10 +186,10 @@ class Metrics(Collector):
         """
         self._counters["clips"].labels(JobState.CANCELLED).inc(number)
 
-    def count_verification(self, proof: VerificationStatus) -> None:
+    def count_verification(self, status: VerificationStatus) -> None:
         """Count a verification by its result; `different` also sets the mismatch gauge to 1."""
-        self._counters["verifications"].labels(proof).inc()
-        self._has_mismatch |= proof == "different"
+        self._counters["verifications"].labels(status).inc()
+        self._has_mismatch |= status == "different"
 
     def count_request(self, method: str, route: str, status: int, seconds: float) -> None:
         """Count an HTTP request, and record the time until its response.

@@ -297,7 +297,7 @@ def _check_host(headers: Headers) -> None:
     name = HOST_PATTERN.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
         text = f"a server without API keys serves only local hosts, not {host[:100]!r}"
-        hint = "use http://127.0.0.1, or start the server with `api_key_file`"
+        hint = "use http://127.0.0.1 on the server's own machine"
         raise ApiError(403, "wrong_host", text, hint)
     origin = headers.get("origin")
     if origin is not None and origin.partition("://")[2].lower() != host.lower():

@@ -39,6 +39,7 @@ from svdpp.serve.job import (
     UnreadableJobError,
     VerificationStatus,
     column_of,
+    is_sampling_readable,
     job_from_row,
     to_json_column,
 )
@@ -278,6 +279,8 @@ class JobQueue(JobQueries):
                         return job
             except _IncompatibleJobError as passed_job:
                 self._incompatible.append(passed_job.args[0])
+            except UnreadableJobError as error:
+                self._skip_unreadable(error)
         return None
 
     def _try_claim(self, next_id: str, values: Sequence[Any], advisory_lock: str) -> Job | None:
@@ -289,8 +292,14 @@ class JobQueue(JobQueries):
             try:
                 job = job_from_row(rows[0])
             except UnreadableJobError as error:
+                sampling = rows[0][sql.SAMPLING_INDEX]
+                # A newer svdpp may have stored many jobs with parameters that this svdpp cannot
+                # read. They are skipped together. If only another column is unreadable, other jobs
+                # with the same parameters are not skipped.
+                if is_sampling_readable(sampling):
+                    raise
                 self._skip_unreadable(error)
-                raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX]) from error
+                raise _IncompatibleJobError(sampling) from error
             if self.incompatible_reason(job) is not None:
                 raise _IncompatibleJobError(rows[0][sql.SAMPLING_INDEX])
             connection.execute(sql.ADVANCE_TURN, (job.owner,))
@@ -390,16 +399,16 @@ class JobQueue(JobQueries):
         return self._finish(id, token, JobState.CANCELLED)
 
     def set_verification(
-        self, id: str, proof: VerificationStatus, reason: str | None = None
+        self, id: str, status: VerificationStatus, reason: str | None = None
     ) -> bool:
         """Set a completed job's verification status and reason; return whether this was done.
 
         Args:
             id: Id of the job.
-            proof: New verification status.
+            status: New verification status.
             reason: Sentence that explains the status; None: the status needs no explanation.
         """
-        return self._update(id, [JobState.COMPLETED], proof=proof, proof_reason=reason)
+        return self._update(id, [JobState.COMPLETED], proof=status, proof_reason=reason)
 
     @contextlib.contextmanager
     def lock_clip(self, id: str) -> Iterator[bool]:
@@ -426,7 +435,7 @@ class JobQueue(JobQueries):
         finally:
             self._locked_clips.discard(id)
 
-    def set_promise(self, id: str, seconds: float) -> bool:
+    def set_eta(self, id: str, seconds: float) -> bool:
         """Store the ETA that the client was given for a job; return whether the job exists.
 
         Args:

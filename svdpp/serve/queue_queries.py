@@ -90,7 +90,10 @@ class JobQueries:
             values = [self.model_key]
         if incompatible:
             runnable += f" AND sampling NOT IN ({sql.placeholders(incompatible)})"
-        return runnable, [*values, *incompatible]
+        unreadable = self._unreadable.copy()
+        if unreadable:
+            runnable += f" AND id NOT IN ({sql.placeholders(unreadable)})"
+        return runnable, [*values, *incompatible, *unreadable]
 
     @property
     def _open(self) -> tuple[str, list[str]]:

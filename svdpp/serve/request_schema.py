@@ -53,9 +53,9 @@ from svdpp.serve.schemas import IMAGE_FIELD, ApiError, format_size, invalid_requ
 #: Hint of the error for a field that the server's model does not accept, by the field's name.
 _UNSUPPORTED = {
     "extra_params": "send each parameter as a field of its own; /v1/models lists them",
-    "lora": "this server offers no LoRAs; to offer some, start it with --lora-dir FOLDER",
-    "denoiser": "the server's denoiser is chosen at its start, by --denoiser",
-    "attention_backend": "the server's backend is chosen at its start, by --attention-backend",
+    "lora": "leave the field out: this server offers no LoRAs",
+    "denoiser": "leave the field out: the server has one denoiser for all clips",
+    "attention_backend": "leave the field out: the server has one attention backend for all clips",
     "video_reference": "send the video as the field input_reference, if the model takes a video",
     "boundary_ratio": "leave the field out: the server uses the checkpoint's value",
     "guidance_rescale": "this model does not use guidance_rescale",
@@ -582,14 +582,14 @@ class Capabilities:
         frames = frames_of_seconds(request.seconds, fps, type(self.sampling))
         if frames > self.max_frames:
             text = (
-                f"{request.seconds:g} seconds at {fps} fps are {frames} frames, and this server "
+                f"{request.seconds:g} s at {fps} fps are {frames} frames, and this server "
                 f"makes {self.max_frames} at most"
             )
             raise ApiError(
                 422,
                 "too_many_frames",
                 text,
-                f"use {self.max_frames / fps:.2f} seconds",
+                f"use {self.max_frames / fps:.2f} s",
                 field="seconds",
                 seconds=request.seconds,
                 fps=fps,

@@ -190,7 +190,7 @@ def _is_orphan(
     if match["lines"] is not None:
         return match["lines"] not in lines
     if (id := match["clip"]) is None:
-        return match["photo"] not in clips
+        return match["upload"] not in clips
     if id not in clips:
         # A clip without a row is kept: the queue may have been restored from a backup that is older
         # than the clip. A local copy is not needed, because the store has the clip.
@@ -219,7 +219,7 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     orphans: dict[str, float] = {}
     for name, (_, written_at) in sorted(files.items()):
         match = FILE_NAME.fullmatch(name)
-        id = match and (match["photo"] or match["clip"])
+        id = match and (match["upload"] or match["clip"])
         if id and id not in ids:
             orphans[name] = written_at
     clips = [name for name in orphans if name.endswith(".mp4")]

@@ -76,14 +76,15 @@ LastEventId = Annotated[
 # --- routes that request clips --------------------------------------------------------------------
 
 
-def _file_response(kind: str) -> dict[str, Any]:
+def _file_response(*kinds: str) -> dict[str, Any]:
     """Return the arguments of FastAPI's decorator for a route that sends a file.
 
     Args:
-        kind: Media type of the file.
+        kinds: Media types that the file may have.
     """
     binary = {"schema": {"type": "string", "format": "binary"}}
-    return {"response_class": FileResponse, "responses": {200: {"content": {kind: binary}}}}
+    content = dict.fromkeys(kinds, binary)
+    return {"response_class": FileResponse, "responses": {200: {"content": content}}}
 
 
 def create_routes(request_model: type[VideoRequest]) -> APIRouter:
@@ -414,9 +415,9 @@ def get_content(
     return PrivateFile(path, clip_name(job), sha256, job.finished_at or 0.0)
 
 
-@routes.get("/v1/videos/{id}/input", **_file_response("image/*"))
+@routes.get("/v1/videos/{id}/input", **_file_response("image/*", "video/*"))
 def get_input(id: str, service: ServiceDep, owner: OwnerDep, field: str = IMAGE_FIELD) -> Response:
-    """Send an input file of a video as the client sent it: by default the image."""
+    """Send an input file of a video as the client sent it: by default the image or video."""
     job, folder = service.job(id, owner), service.folder
     paths = {IMAGE_FIELD: job.input_path(folder), **job.further_paths(folder)}
     path = _fetch_file(service, paths.get(field), "no_input")

@@ -432,7 +432,7 @@ def batch_view(batch: Batch, counts: BatchCounts, model: str) -> BatchView:
         model: Name of the batch's model.
     """
     status = _batch_status(batch, counts)
-    has_ended = status in ("completed", "cancelled")
+    has_ended = status in ("completed", "failed", "cancelled") and not counts.open
     stem = f"file_{batch.id.removeprefix('batch_')}"
     output, error = (f"{stem}{end}" for end in OUTPUT_FILES)
     end = counts.last_end or batch.stored_at

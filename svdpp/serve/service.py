@@ -194,7 +194,9 @@ class Service:
 
     def not_ready_reason(self) -> str | None:
         """Return why this server cannot accept requests or make clips now; None if it can."""
-        if self.engine.state != "ready" or self.is_closing:
+        if self.is_closing:
+            return "the server is shutting down"
+        if self.engine.state != "ready":
             return "the ranks are not ready"
         if reason := self.queue.unavailable_reason:
             return reason
@@ -245,7 +247,7 @@ class Service:
             with contextlib.suppress(OutputError):
                 estimate = self.fleet.estimates.estimate(job.id)
                 if estimate is not None and estimate.eta_seconds is not None:
-                    self.queue.set_promise(job.id, estimate.eta_seconds)
+                    self.queue.set_eta(job.id, estimate.eta_seconds)
         try:
             return self.video(self.queue.get(stored.id) or stored)
         # The job is stored, but now the queue cannot be read. So the client gets the stored job,

@@ -39,7 +39,7 @@ VIDEO_ID = re.compile(r"video_[0-9a-f]{32}")
 LINES_ID = re.compile(r"file_[0-9a-f]{32}")
 #: Names of the files that servers and ranks write. Files with other names are never removed.
 FILE_NAME = re.compile(
-    rf"photos/(?P<photo>{VIDEO_ID.pattern})\.[a-z]{{3,}}(_[a-z0-9]+)*"
+    rf"photos/(?P<upload>{VIDEO_ID.pattern})\.[a-z]{{3,}}(_[a-z0-9]+)*"
     rf"|photos/(?P<lines>{LINES_ID.pattern})\.jsonl"
     rf"|clips/(?P<clip>{VIDEO_ID.pattern})(-(?P<token>\d+))?\.mp4(\.json)?"
     rf"|latents/[0-9a-f]{{64}}_step\d{{1,6}}\.safetensors"

@@ -256,14 +256,14 @@ def _verify_clip(clip: Path, image: Path | None) -> dict[str, Any]:
     )
 
     try:
-        groups, proofs = plan_verification(
+        groups, results = plan_verification(
             [clip], VerificationSettings(image=image, local_files_only=True)
         )
         for tasks in groups:
             _check_gpu(tasks[0].config)
-            proofs += verify_clips(tasks)
-        (proof,) = proofs
-        return {**proof.to_json(), "differences": proof.differences}
+            results += verify_clips(tasks)
+        (result,) = results
+        return {**result.to_json(), "differences": result.differences}
     except SvdppError as error:
         return _error_result(error)
 

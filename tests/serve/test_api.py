@@ -477,6 +477,8 @@ def test_the_server_describes_itself(server: HttpServer) -> None:
     assert [rank["rank"] for rank in engine["ranks"]] == [0, 1]
     assert set(engine["queue"]) == {"queued", "in_progress", "completed", "failed", "cancelled"}
     assert "HTTPValidationError" not in document["components"]["schemas"]
+    responses = document["paths"]["/v1/videos/{id}/input"]["get"]["responses"]
+    assert responses["200"]["content"].keys() == {"image/*", "video/*"}
     # FastAPI's page /docs is off, because it would load scripts from another host.
     assert server.client.get("/docs").status_code == 404
 

@@ -176,7 +176,22 @@ def test_what_has_ended_is_not_cancelled(table: BatchTable, each_store: JobQueue
     assert table.fail(faulty.id, [fault])
     assert not table.fail(faulty.id, [])
     assert not table.request_cancel(faulty.id)
+    assert table.half_cancelled() == []
     assert (status(table), status(table, "batch_2")) == ("completed", "failed")
+
+
+def test_the_jobs_of_a_failed_batch_are_left_to_be_cancelled(table: BatchTable) -> None:
+    batch = table.add(new_batch(), 9, None)
+    (job,) = jobs = line_jobs(batch, 1)
+    assert table.add_lines(batch, jobs)
+    assert table.fail(batch.id, [{"line": 2, "code": "c", "message": "m"}])
+    assert table.half_cancelled() == [batch.id]
+    assert table.cancel_waiting(batch.id) == [job.id]
+    found = table.get(batch.id)
+    assert found is not None
+    view = batch_view(found, table.counts([batch.id])[batch.id], "demo")
+    assert (view.status, view.output_file_id) == ("failed", None)
+    assert view.error_file_id == "file_1_error"
 
 
 def test_a_batch_goes_with_its_last_clip(table: BatchTable, each_store: JobQueue) -> None:

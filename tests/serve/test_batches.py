@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import signal
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ import httpx
 import pytest
 from PIL import Image
 
-from svdpp.serve.auth import add_key
-from tests.support.http_server import PHOTO, QUICK, HttpServer, ServerHere, error_of, wait
+from svdpp.serve.auth import Owner, add_key
+from svdpp.serve.batch_table import BatchState
+from svdpp.serve.schemas import ApiError
+from svdpp.serve.server import build
+from svdpp.serve.service import Service
+from tests.support.http_server import PHOTO, QUICK, HttpServer, ServerHere, asked, error_of, wait
 
 pytestmark = pytest.mark.slow
 
@@ -284,3 +289,78 @@ def test_another_server_of_the_fleet_goes_on_with_a_batch(start: Callable[..., H
     assert done["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
     found = results(other, done["output_file_id"])
     assert [each["custom_id"] for each in found] == [f"{index}" for index in range(8)]
+
+
+@contextlib.contextmanager
+def unstarted(folder: Path) -> Iterator[Service]:
+    """Yield the service of a server in a data folder, whose threads and ranks do not start."""
+    _, service = build(*asked(folder, *QUICK))
+    try:
+        yield service
+    finally:
+        service.queue.close()
+
+
+def test_a_batch_that_fails_after_a_restart_cancels_its_clips(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second line's image is damaged after the first line has become a job."""
+    monkeypatch.setattr("svdpp.serve.batches._STORED_LINES", 1)
+    good = [line("a", steps=1000), line("b")]
+    with unstarted(tmp_path / "data") as service:
+        batches = service.batches
+        batch = batches.create(Owner(), None, source=io.BytesIO("\n".join(good).encode()))
+        steps = batches._process_batch(batch.id)
+        for _ in ("the images are decoded", "the first line is stored"):
+            next(steps)
+        steps.close()
+        file = batches.files.get(batch.input_file, Owner())
+        damaged = [good[0], line("b", b"no image")]
+        batches.files.content(file).write_text("\n".join(damaged))
+    with ServerHere(tmp_path / "data", *QUICK) as server:
+        found = wait_ended(server, batch.id)
+        assert found["status"] == "failed"
+        assert [fault["line"] for fault in found["errors"]["data"]] == [2]
+        (video,) = server.client.get(f"/v1/videos?batch_id={batch.id}").json()["data"]
+        server.wait_for(video["id"], "cancelled")
+        found = server.client.get(f"/v1/batches/{batch.id}").json()
+        assert found["request_counts"] == {"total": 2, "completed": 0, "failed": 1}
+        (error,) = results(server, found["error_file_id"])
+        assert (error["custom_id"], error["error"]["code"]) == ("a", "batch_cancelled")
+        assert not list((tmp_path / "data/photos").glob("*.jsonl"))
+
+
+def test_a_batch_whose_lines_are_missing_fails(tmp_path: Path) -> None:
+    with unstarted(tmp_path / "data") as service:
+        batches = service.batches
+        batch = batches.create(Owner(), None, source=io.BytesIO(line("a").encode()))
+        file = batches.files.get(batch.input_file, Owner())
+        batches.files.content(file).unlink()
+        batches._run_once()
+        found = batches.get(batch.id, Owner())
+        assert (found.state, found.errors[0]["code"]) == (BatchState.FAILED, "file_not_found")
+
+
+def test_a_batch_that_is_cancelled_after_a_failure_leaves_nothing_in_memory(tmp_path: Path) -> None:
+    with unstarted(tmp_path / "data") as service:
+        batches = service.batches
+        batch = batches.create(Owner(), None, source=io.BytesIO(line("a").encode()))
+        steps = batches._process_batch(batch.id)
+        next(steps)
+        steps.close()  # as after a failure of the disk
+        assert batches._decoded[batch.id]
+        batches.cancel(batch.id, Owner())
+        batches._run_once()
+        assert batches._decoded == {}
+
+
+def test_a_limit_of_one_clip_is_told_in_the_singular(tmp_path: Path) -> None:
+    owner = Owner("ann", max_open=1)
+    with unstarted(tmp_path / "data") as service:
+        create = service.batches.create
+        with pytest.raises(ApiError, match=r"may have at most 1 open clip$"):
+            create(owner, None, source=io.BytesIO(f"{line('a')}\n{line('b')}".encode()))
+        create(owner, None, source=io.BytesIO(line("a").encode()))
+        words = "the 1 line of the batch and the 1 open clip of this key exceed the limit of 1 open"
+        with pytest.raises(ApiError, match=rf"{words} clip$"):
+            create(owner, None, source=io.BytesIO(line("b").encode()))

@@ -356,8 +356,8 @@ def test_the_last_sample_of_each_rank_is_shown() -> None:
         server.value("svdpp_rank_gpu_load_ratio", rank=0)
 
 
-def test_the_service_scores_its_promises_and_its_proofs() -> None:
-    """Metrics compare promised and actual times, and count verifications.
+def test_the_service_compares_etas_and_counts_verifications() -> None:
+    """Metrics compare estimated and actual times, and count verifications.
 
     A verification that finds a difference sets the metric `svdpp_verification_mismatch`.
     """
@@ -365,9 +365,9 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
     assert server.metrics.eta_error() == {"clips": 0, "median": None}
     for actual in (100.0, 110.0, 150.0):
         done = new_job(state=JobState.COMPLETED, started_at=1040.0, finished_at=1000.0 + actual)
-        server.metrics.count_final_job(replace(done, promised_seconds=100.0))
+        server.metrics.count_final_job(replace(done, eta_seconds=100.0))
     server.metrics.count_final_job(new_job(state=JobState.FAILED, finished_at=1050.0))
-    # This job has no promised time, so the metric of ETA errors ignores it.
+    # This job has no estimated time, so the metric of ETA errors ignores it.
     server.metrics.count_final_job(new_job(state=JobState.COMPLETED, finished_at=1050.0))
 
     assert server.value("svdpp_clips_total", state="completed") == 4
@@ -376,9 +376,9 @@ def test_the_service_scores_its_promises_and_its_proofs() -> None:
     assert server.metrics.eta_error() == {"clips": 3, "median": 0.1}
     assert server.value("svdpp_clip_seconds_sum") == pytest.approx(60 + 70 + 110)
 
-    for proof, mismatch in (("equal", 0), ("different", 1)):
-        server.metrics.count_verification(proof)
-        assert server.value("svdpp_verifications_total", result=proof) == 1
+    for status, mismatch in (("equal", 0), ("different", 1)):
+        server.metrics.count_verification(status)
+        assert server.value("svdpp_verifications_total", result=status) == 1
         assert server.value("svdpp_verification_mismatch") == mismatch
 
 

@@ -85,13 +85,14 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     assert server.loras.find("far:0.5", shared) == (Lora(name="far", weight=0.5, sha256="1" * 64),)
     with pytest.raises(RequestError, match="is not the same file on all servers") as refused:
         server.loras.find("both", shared)
+    assert to_api_error(refused.value).hint == "name another LoRA, or leave lora out"
     assert refused.value.details["sha256"] == ["2" * 64, "3" * 64]
     with pytest.raises(RequestError, match="this fleet has no") as refused:
         server.loras.find("slow", shared, holder="this fleet")
     assert refused.value.details["known"] == ["both", "far", "style"]
     with pytest.raises(RequestError) as refused:
         server.loras.find("slow", {}, holder="this fleet")
-    assert "--lora-dir" in refused.value.hint
+    assert to_api_error(refused.value).hint == "leave lora out: this fleet offers none"
 
     for value, words in (
         ("styl", "this server has no LoRA 'styl'"),
@@ -113,12 +114,14 @@ def test_a_request_names_loras_that_the_server_has(ltx: Path, tmp_path: Path) ->
     assert refused.value.details["known"] == ["slow", "style"]
 
 
-def test_a_server_without_loras_says_how_it_gets_some(tmp_path: Path) -> None:
+def test_a_server_without_loras_advises_clients_and_not_its_operator(tmp_path: Path) -> None:
     server = Capabilities(model="ltx", sampling=LtxSampling(), sizes=(), prompt_use="needed")
     assert server.to_json()["loras"] == []
-    with pytest.raises(ApiError) as refused:
-        server.validate({"prompt": "sea", "lora": "style"})
-    assert "--lora-dir" in refused.value.hint
+    for name in ("lora", "denoiser", "attention_backend"):
+        with pytest.raises(ApiError) as refused:
+            server.validate({"prompt": "sea", name: "style"})
+        assert refused.value.hint.startswith("leave the field out")
+        assert "--" not in refused.value.hint
     with pytest.raises(RequestError, match=r"has no \*.safetensors files"):
         loras_in_folder(tmp_path, 1)
     with pytest.raises(RequestError, match="is not a folder"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from svdpp.media.inputs import example_images
 from svdpp.media.video import write_clip
 from tests.support.http_server import QUICK, HttpServer, ServerHere, wait
 from tests.support.shell import ROOT
+from tests.support.tiny_families import save_tiny
 
 PHOTOS = example_images()
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -68,10 +70,10 @@ class Page:
         field.send_keys(str(value))
 
     def choose(self, *files: Path) -> None:
-        before = len(self.all(".photo"))
+        before = len(self.all(".input"))
         field = self.driver.find_element("id", "files")
         field.send_keys("\n".join(map(str, files)))
-        self.wait(lambda: len(self.all(".photo")) == before + len(files))
+        self.wait(lambda: len(self.all(".input")) == before + len(files))
 
     def press(self, *keys: str) -> None:
         """Press keys in the browser, in the element that has the focus."""
@@ -191,13 +193,13 @@ def test_photographs_become_clips(page: Page, server: HttpServer) -> None:
     labels = [label.text for label in page.all("#model-fields label > span")]
     assert labels[:2] == ["Motion bucket id", "Noise aug strength"], "as the server lists them"
     assert "Fit of the image" in labels
-    page.wait(lambda: len(page.all(".photo img")) == 2)
+    page.wait(lambda: len(page.all(".input img")) == 2)
     page.fill("seed", 2**63 - 1)
     page.fill("steps", 250)  # slow enough that both clips are seen in the queue
     page.one("#make").click()
 
     page.wait(lambda: len(page.rows()) == 2)
-    assert page.all(".photo") == []
+    assert page.all(".input") == []
     for row in page.rows():
         assert row.find_element("css selector", "progress").get_attribute("aria-label")
     page.wait(lambda: len(page.all(".card")) == 2)
@@ -234,8 +236,8 @@ def test_a_refusal_is_shown_where_it_can_be_corrected(page: Page, tmp_path: Path
     page.one("#reset").click()
     assert page.all(".field .error") == []
     page.one("#make").click()
-    page.one(".photo .error")
-    assert "is not an image" in page.text(".photo .error")
+    page.one(".input .error")
+    assert "is not an image" in page.text(".input .error")
     assert page.rows() == []
 
 
@@ -308,7 +310,7 @@ def test_variations_have_seeds_of_their_own(page: Page, server: HttpServer) -> N
     page.fill("seed", 7)
     page.fill("steps", 1)
     page.press(Keys.CONTROL + Keys.ENTER)
-    page.wait(lambda: page.all(".photo") == [])
+    page.wait(lambda: page.all(".input") == [])
     videos = server.client.get("/v1/videos?limit=6").json()["data"]
     made = {(video["input"]["name"], video["seed"]) for video in videos}
     assert made == {(photo.name, seed) for photo in PHOTOS[:2] for seed in (7, 8, 9)}
@@ -331,7 +333,7 @@ def test_a_full_queue_is_waited_for_or_the_rest_is_left(
     page.wait(lambda: page.text("#make") == "Make clip")
     monkeypatch.undo()
     page.one("#make").click()
-    page.wait(lambda: page.all(".photo") == [])
+    page.wait(lambda: page.all(".input") == [])
     videos = server.client.get("/v1/videos?limit=3").json()["data"]
     assert len({video["seed"] for video in videos}) == 3  # no request was sent twice
     for video in videos:
@@ -382,7 +384,83 @@ def test_a_table_is_corrected_and_sent(page: Page, server: HttpServer, tmp_path:
     for video in videos:
         server.wait_for(video["id"], "completed")
     assert {video["input"]["name"] for video in videos} == {name}
-    assert page.all(".photo") == []
+    assert page.all(".input") == []
+
+
+def test_a_large_number_in_an_older_browser_is_not_called_a_fault_of_the_json(page: Page) -> None:
+    """An older browser does not tell the text of a number, so it cannot read a large seed."""
+    page.run(
+        "const parse = JSON.parse;"
+        "JSON.parse = (text, revive) =>"
+        "  parse(text, revive && ((name, value) => revive(name, value)))"
+    )
+    page.one("#table-open").click()
+    text = page.one("#table-text")
+    for written, error in (
+        (f'{{"seed": 1}}\n{{"seed": {2**53 + 1}}}', "Line 2: this browser cannot read the large"),
+        ('{"seed": 1}\n{"seed": }', "Line 2 is not JSON: "),
+    ):
+        text.clear()
+        text.send_keys(written)
+        page.one("#table-use").click()
+        page.wait(lambda error=error: page.text("#table-error").startswith(error))  # type: ignore[misc]
+
+
+def test_rows_of_a_table_have_references_of_their_own(driver: Any, tmp_path: Path) -> None:
+    """A cell names one reference, or several as a JSON list. An empty cell takes the form's."""
+    model = save_tiny("wan_vace", tmp_path / "vace")
+    options = ("--device", "cpu", "--world", "2", "--threads", "1", "--max-prompt-tokens", "8")
+    options += ("--height", "32", "--width", "32", "--frames", "9", "--steps", "1")
+    names = [photo.name for photo in PHOTOS[:3]]
+    sha256 = [hashlib.sha256(photo.read_bytes()).hexdigest() for photo in PHOTOS[:3]]
+    rows = [
+        {"prompt": "two", "references": names[:2]},
+        {"prompt": "one", "references": names[2]},
+        {"prompt": "those of the form"},
+        {"prompt": "unknown", "references": [names[0], "none.jpg"]},
+        {"prompt": "no list", "references": [{"path": names[0]}]},
+        {"prompt": "too many", "references": names * 3},
+    ]
+    with (
+        ServerHere(tmp_path / "data", *options, "--model", str(model)) as server,
+        contextmanager(opened)(driver, server) as page,
+    ):
+        page.one("#table-open").click()
+        assert "references" in page.text("#table-fields")
+        table = tmp_path / "jobs.jsonl"
+        lines = [json.dumps({"image": names[0], **row}) for row in rows]
+        table.write_text("\n".join(lines))
+        driver.find_element("id", "table-file").send_keys(str(table))
+        page.choose(*PHOTOS[:3])
+        driver.find_element("name", "references").send_keys(str(PHOTOS[1]))
+        page.wait_text("#make", "Make 3 clips")
+        faults = {
+            cell.get_attribute("aria-label"): cell.find_element(
+                "xpath", "following-sibling::span"
+            ).text
+            for cell in page.all("#table-rows [aria-invalid]")
+        }
+        assert faults == {
+            "references, row 4": "Drop this file here, too.",
+            "references, row 5": 'Not a list of files, such as ["a.jpg", "b.jpg"].',
+            "references, row 6": "7 files at most.",
+        }
+        page.one("#make").click()
+        page.wait_text("#table-note", "3 rows")
+        videos = server.client.get("/v1/videos?order=asc").json()["data"]
+        found = {
+            video["prompt"]: [reference["sha256"] for reference in video["references"]]
+            for video in videos
+        }
+        assert found == {
+            "two": sha256[:2],
+            "one": [sha256[2]],
+            "those of the form": [sha256[1]],
+        }
+        # The files of the remaining rows stay.
+        assert [name.text for name in page.all(".input .name")] == [names[0]]
+        for video in videos:
+            server.client.delete(f"/v1/videos/{video['id']}")
 
 
 def test_a_reload_keeps_the_form_and_its_images(page: Page) -> None:
@@ -390,15 +468,15 @@ def test_a_reload_keeps_the_form_and_its_images(page: Page) -> None:
     page.fill("steps", 17)
     page.fill("variations", 4)
     page.driver.refresh()
-    page.wait(lambda: len(page.all(".photo")) == 2)
-    assert [name.text for name in page.all(".photo .name")] == [photo.name for photo in PHOTOS[:2]]
+    page.wait(lambda: len(page.all(".input")) == 2)
+    assert [name.text for name in page.all(".input .name")] == [photo.name for photo in PHOTOS[:2]]
     assert page.text("#make") == "Make 8 clips"
     assert page.driver.find_element("name", "steps").get_property("value") == "17"
-    for button in page.all(".photo button"):
+    for button in page.all(".input button"):
         page.run("arguments[0].click()", button)
     page.driver.refresh()
     page.wait_text("#make", "Make 4 clips")
-    assert page.all(".photo") == []
+    assert page.all(".input") == []
 
 
 @pytest.mark.usefixtures("clips")
@@ -489,7 +567,7 @@ def test_a_finished_clip_is_verified(driver: Any, demo: HttpServer) -> None:
         page.choose(PHOTOS[0])
         page.one("#make").click()
         page.one(".card .link").click()
-        page.wait_text(".proof", "Bitwise equal to diffusers on one device")
+        page.wait_text(".verification", "Bitwise equal to diffusers on one device")
 
 
 def test_the_page_says_that_the_server_is_gone_and_finds_it_again(

@@ -80,7 +80,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     before = time.time()
     id = add(store)
     assert store.counts() == {**dict.fromkeys(JobState, 0), JobState.QUEUED: 1}
-    assert store.set_promise(id, 12.5)
+    assert store.set_eta(id, 12.5)
     begun = taken(store)
     assert (begun.id, begun.state) == (id, JobState.IN_PROGRESS)
     assert before <= (begun.started_at or 0) <= time.time()
@@ -90,7 +90,7 @@ def test_a_job_from_request_to_removal(store: JobQueue) -> None:
     done = job_of(store, id)
     ended = {"state": JobState.COMPLETED, "finished_at": done.finished_at, "metadata": metadata}
     assert done == replace(begun, **ended)
-    assert done.promised_seconds == 12.5
+    assert done.eta_seconds == 12.5
     assert store.unverified() == [id]
     assert store.set_verification(id, "equal")
     assert store.unverified() == []

@@ -40,8 +40,8 @@ def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> N
     assert (error.status, error.code, error.hint) == (422, "wrong_size", "use 832x480")
     for name, words in (
         ("extra_params", "a field of its own"),
-        ("lora", "--lora"),
-        ("attention_backend", "--attention-backend"),
+        ("lora", "offers no LoRAs"),
+        ("attention_backend", "one attention backend"),
         ("video_reference", "input_reference"),
         ("boundary_ratio", "the checkpoint"),
         ("num_inference_step", "did you mean"),
@@ -60,7 +60,7 @@ def test_frames_per_second_may_be_a_fraction() -> None:
     assert (film.fps, film.frames) == (23.976, 49)
     assert params_to_json(film)["seconds"] == "2.04"
     assert WAN.to_json()["fields"]["fps"]["type"] == "number"
-    assert refusal(fps="24", seconds="1000").message.startswith("1000 seconds at 24 fps are")
+    assert refusal(fps="24", seconds="1000").message.startswith("1000 s at 24 fps are")
     assert refusal(fps="0.5").details["faults"][0]["field"] == "fps"
 
 

@@ -54,6 +54,18 @@ def test_rows_of_a_newer_server_are_skipped_and_counted(
     assert not remove_job(queue, newer)
 
 
+def test_an_unreadable_row_is_skipped_alone(each_store: JobQueue) -> None:
+    """Other jobs with the same sampling parameters are made."""
+    queue = each_store
+    newer, own = add(queue), add(queue)
+    with queue.backend.transaction() as connection:
+        connection.execute("UPDATE jobs SET remarks = 'of tomorrow' WHERE id = ?", (newer,))
+    later = add(queue)
+    assert take_all(queue) == [own, later]
+    assert queue.num_unreadable == 1
+    assert queue.num_open() == 2
+
+
 def test_webhooks_of_newer_rows_keep_their_attempts(each_store: JobQueue) -> None:
     queue = each_store
     newer, own = (
@@ -109,7 +121,7 @@ def test_a_stored_job_is_answered_though_the_queue_goes_away(
     with monkeypatch.context() as patch:
         patch.setattr(JobQueue, "add", adding)
         if when == "after":
-            patch.setattr(queue, "set_promise", away)
+            patch.setattr(queue, "set_eta", away)
             patch.setattr(queue, "get", away)
             patch.setattr(queue, "waiting", away)
         answer = server.request()

@@ -242,6 +242,7 @@ def test_a_first_signal_ends_it_in_order_and_a_second_one_at_once(tmp_path: Path
         server.wait_for(left, "in_progress")
         os.killpg(server.process.pid, signal.SIGINT)
         wait(lambda: server.client.get("/ready").status_code == 503)
+        assert server.client.get("/ready").json()["reason"] == "the server is shutting down"
         answer = server.request()
         error_of(answer, 503, "closing")
         assert int(answer.headers["retry-after"]) > 0

@@ -53,14 +53,16 @@ class Proving:
     idle: threading.Event
     verdicts: list[str]
 
-    def proofs(self) -> list[str]:
+    def statuses(self) -> list[str]:
         return [job.verification for id in self.ids if (job := self.store.get(id))]
 
     def reasons(self) -> list[str | None]:
         return [job.verification_reason for id in self.ids if (job := self.store.get(id))]
 
-    def wait_for(self, *proofs: str) -> None:
-        wait_until(lambda: self.proofs() == [*proofs], HANG_SECONDS, lambda: str(self.proofs()))
+    def wait_for(self, *statuses: str) -> None:
+        wait_until(
+            lambda: self.statuses() == [*statuses], HANG_SECONDS, lambda: str(self.statuses())
+        )
 
 
 @contextmanager
@@ -112,7 +114,7 @@ def test_idle_time_proves_the_newest_first_and_says_what_is_wrong(
         oldest.write_text(json.dumps(metadata))
         photo = tmp_path / "photos" / f"{proving.ids[1]}.jpg"
         photo.write_bytes(b"another")
-        assert proving.proofs() == ["none"] * 3
+        assert proving.statuses() == ["none"] * 3
         proving.idle.set()
         proving.wait_for("none", "none", "running")
         child = _wait_for_verifier()
@@ -167,7 +169,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
     with _proving(made, tmp_path) as proving:
         assert proving.verifier.request(proving.ids[1])
         assert proving.verifier.request(proving.ids[1])
-        assert proving.proofs() == ["none", "running", "none"]
+        assert proving.statuses() == ["none", "running", "none"]
         assert _verifier_pids() == []
         proving.idle.set()
         begun = _temporary_files()
@@ -177,7 +179,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         wait_until(lambda: not is_there(child), HANG_SECONDS, "it goes on")
         wait_until(lambda: proving.verifier.running is None, HANG_SECONDS, "it runs")
         assert _temporary_files() == begun
-        assert proving.proofs() == ["none", "running", "none"], "it is still requested"
+        assert proving.statuses() == ["none", "running", "none"], "it is still requested"
         proving.idle.set()
         _wait_for_verifier()  # the verification starts again
         assert not proving.verifier.request("video_unknown")
@@ -185,7 +187,7 @@ def test_work_stops_it_at_once_and_it_goes_on_when_idle(
         for id in proving.ids:
             proving.verifier.cancel(id)
         wait_until(lambda: _verifier_pids() == [], HANG_SECONDS, "it goes on")
-        assert proving.proofs() == ["none"] * 3
+        assert proving.statuses() == ["none"] * 3
 
 
 SERVER = """
@@ -200,7 +202,7 @@ threading.Event().wait()
 """
 
 
-def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
+def test_a_verification_ends_with_a_killed_server_and_leaves_nothing(
     made: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     shutil.copytree(made[0], tmp_path, dirs_exist_ok=True)
@@ -209,7 +211,7 @@ def test_a_proof_ends_with_a_killed_server_and_leaves_nothing(
         [sys.executable, "-c", SERVER, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": PYTHONPATH, "TMPDIR": str(temporary)},
     )
-    wait_until(lambda: list(temporary.rglob("svdpp-verify-*")), HANG_SECONDS, "no proof")
+    wait_until(lambda: list(temporary.rglob("svdpp-verify-*")), HANG_SECONDS, "no verification")
     (process,) = children_of(server.pid, "svdpp.serve.verifier")
     server.kill()
     server.wait()
@@ -223,14 +225,14 @@ def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
     return Gpu(index=index, name=name, free_bytes=free_bytes, **about)
 
 
-def test_a_proof_takes_the_freest_gpu_of_the_clips_kind() -> None:
+def test_a_verification_takes_the_freest_gpu_of_the_clips_kind() -> None:
     gpus = [_gpu(0, 1), _gpu(1, 4), _gpu(2, 3), _gpu(3, 9, "A100")]
     assert clip_verification.choose_device({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
     assert clip_verification.choose_device({"conditions": {}}, gpus) == "cuda:3"
     assert clip_verification.choose_device({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
 
 
-def test_a_proof_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verification_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(demo_config(1), device="cuda:1")
     free = [_gpu(0, 2**40), _gpu(1, 2**29)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: free)

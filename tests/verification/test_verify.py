@@ -233,7 +233,7 @@ def test_svd_through_ranks_is_bitwise_diffusers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("pipeline", {0, 1}), ("data-parallel", {0})])
-def test_a_proof_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
+def test_a_verification_takes_a_layout_by_name(layout: Any, ranks: set[int]) -> None:
     model = ModelConfig(name="dummy", dummy_latent_shape=(1, 4, 2, 8, 8))
     sampling = SvdSampling(num_inference_steps=4)
     config = PipelineConfig(world_size=2, model=model, sampling=sampling)

@@ -14,8 +14,8 @@ import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { capital, duration, plural, withArticle } from "./text.js";
 import { thumbOf } from "./thumbs.js";
-import { ago, etaText, inputWord, nameOf, parameterText, parametersOf, proofOf, proofText, remarksOf, shapeOf,
-  stepText, titleOf } from "./format.js";
+import { ago, inputWord, nameOf, parameterText, parametersOf, remarksOf, shapeOf, titleOf, verificationOf, verificationText,
+} from "./format.js";
 
 export function renderClips(videos) {
   renderList($("clip-list"), videos, (video) => video.id, createCard, updateCard);
@@ -71,7 +71,7 @@ function createCard(video) {
   const player = new Player(video);
   const parts = {
     made: make("span", { className: "note" }),
-    proof: make("span"),
+    verification: make("span"),
     verify: make("button", { type: "button", className: "link", textContent: "Verify",
       "aria-label": `Verify ${title} against diffusers on one device`, onclick: () => verify(id) }),
     compare: iconButton("compare", `Compare ${title} with another clip`, () => pick(id), "Compare"),
@@ -86,7 +86,7 @@ function createCard(video) {
     make("span", { className: "note", textContent: `${shapeOf(video)} · ${video.seconds} s` }),
     parts.made,
     remarksOf(video),
-    make("span", { className: "proof" }, parts.proof, parts.verify));
+    make("span", { className: "verification" }, parts.verification, parts.verify));
   const actions = make("div", { className: "actions" }, parts.download, make("span", { className: "push" }),
     parts.compare,
     iconButton("again", `Make ${nameOf(video)} again with another seed`, () => requestAgain(id, { seed: randomSeed() }), "Again"),
@@ -100,29 +100,25 @@ function createCard(video) {
 
 function updateCard(card, video) {
   showRemoval(card, video);
-  const { made, compare, download: file, remove } = card.parts;
-  const isDone = video.status === "completed";
-  setText(made, isDone ? madeText(video) : progressText(video));
-  for (const button of [compare, file, remove]) button.disabled = !isDone;
-  showProof(card, video, isDone);
+  const { made, compare } = card.parts;
+  setText(made, madeText(video));
+  showVerification(card, video);
   const isPicked = state.picked.includes(video.id);
   setAttribute(compare, "aria-pressed", isPicked);
   card.classList.toggle("chosen", isPicked);
 }
-
-const progressText = (video) => ["Exact clip", stepText(video).toLowerCase(), etaText(video)].filter(Boolean).join(" · ");
 
 function madeText(video) {
   if (!video.completed_at) return "";
   return `finished ${ago(video.completed_at)}, after ${duration(video.completed_at - video.created_at)}`;
 }
 
-function showProof({ parts: { proof, verify: button } }, video, isDone) {
-  const verdict = proofOf(video);
+function showVerification({ parts: { verification, verify: button } }, video) {
+  const verdict = verificationOf(video);
   const asked = state.busy.get(video.id);
-  setText(proof, asked ?? (isDone ? capital(proofText(video)) : ""));
-  setAttribute(proof.parentNode, "data-proof", verdict);
-  button.hidden = !isDone || !["none", "failed"].includes(verdict) || Boolean(asked);
+  setText(verification, asked ?? capital(verificationText(video)));
+  setAttribute(verification.parentNode, "data-verification", verdict);
+  button.hidden = !["none", "failed"].includes(verdict) || Boolean(asked);
 }
 
 function details(id, title) {
@@ -140,7 +136,6 @@ async function fillDetails(body, video) {
   const line = (name, value) =>
     make("tr", { className: name.endsWith("prompt") ? "text" : "" }, make("th", { scope: "row", textContent: name }), make("td", { textContent: value }));
   body.replaceChildren(...parametersOf(video).map((name) => line(name, parameterText(video, name))));
-  if (video.status !== "completed") return;
   try {
     const metadata = await get(`/v1/videos/${video.id}/metadata`);
     body.append(...HASHES.filter((name) => metadata[name]).map((name) => line(name, metadata[name])));

@@ -3,7 +3,7 @@
 import { toast } from "./dom.js";
 import { state } from "./state.js";
 import { now, sentence } from "./text.js";
-import { proofText, titleOf } from "./format.js";
+import { verificationText, titleOf } from "./format.js";
 
 const NUM_TINTS = 8;
 
@@ -32,7 +32,7 @@ function announceChanges(old, video) {
     if (video.status === "cancelled") toast(`${title}: cancelled.`);
   }
   if (old && old.proof !== video.proof && video.proof !== "running") {
-    toast(`${title}: ${proofText(video)}.`);
+    toast(`${title}: ${verificationText(video)}.`);
   }
 }
 

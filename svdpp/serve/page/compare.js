@@ -5,7 +5,7 @@ import { tintOf } from "./clips.js";
 import { $, icon, make, toast, setAttribute, setText } from "./dom.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
-import { parameterNames, parameterText, parametersOf, proofText, titleOf } from "./format.js";
+import { parameterNames, parameterText, parametersOf, verificationText, titleOf } from "./format.js";
 
 const shown = { leader: null, players: [...document.querySelectorAll("#compare video")], origin: null, addresses: [] };
 
@@ -49,8 +49,8 @@ function fillCompareTable(videos) {
     make("td", { textContent: first }), make("td", { textContent: second }));
   const names = [...parameterNames().filter((name) => videos.some((video) => parametersOf(video).includes(name))), "seconds"];
   const rows = names.map((name) => row(name, videos.map((video) => parameterText(video, name))));
-  const proofs = row("verified", videos.map(proofText));
-  $("compare-table").tBodies[0].replaceChildren(...rows, proofs);
+  const verifications = row("verified", videos.map(verificationText));
+  $("compare-table").tBodies[0].replaceChildren(...rows, verifications);
 }
 
 function playCompare() {

@@ -3,7 +3,7 @@
 import { $, toast } from "./dom.js";
 import { field } from "./fields.js";
 import { model } from "./form.js";
-import { addPhotos } from "./photos.js";
+import { addInputs } from "./inputs.js";
 import { looksLikeTable, takeTable, takeTableFile } from "./rows.js";
 import { emit } from "./signals.js";
 import { isTableFile, textOf } from "./table.js";
@@ -16,7 +16,7 @@ async function addFiles(files) {
   const [table] = files.filter(isTableFile);
   const texts = files.filter(isTextFile);
   const others = files.filter((file) => !isTableFile(file) && !isTextFile(file));
-  addPhotos(others);
+  addInputs(others);
   if (table) await takeTableFile(table);
   else if (texts.length) await addTexts(texts, others);
 }
@@ -72,7 +72,7 @@ function paste(event) {
   const isTyped = event.target.closest?.("input, textarea");
   // Cells that were copied from a spreadsheet come as text and as a picture. The text is taken.
   if (!isTyped && looksLikeTable(text)) takeTable(text);
-  else if (files.length) addPhotos(files);
+  else if (files.length) addInputs(files);
   else return;
   event.preventDefault();
 }

@@ -20,11 +20,11 @@ export const videosOf = (model) =>
 export function showModelFields(model) {
   const names = namesFor(model);
   for (const name of ["prompt", "negative_prompt", "lora", "fit"]) field(name).closest("label").hidden = !names.includes(name);
-  showPhotoField(model.inputs.input_reference);
+  showInputField(model.inputs.input_reference);
   const word = inputWord(model);
   $("files").accept = word === "video" ? "video/*,image/*" : "image/*";
   setText($("drop").querySelector("strong"), `Choose ${word}s`);
-  $("photos").setAttribute("aria-label", `Chosen ${word}s`);
+  $("inputs").setAttribute("aria-label", `Chosen ${word}s`);
   setText(field("fit").closest("label").querySelector("span"), `Fit of the ${word}`);
   showVideoFields(videosOf(model), model.inputs);
   $("loras").replaceChildren(...(model.loras ?? []).map((lora) => make("option", { value: lora.name })));
@@ -39,7 +39,7 @@ export function showModelFields(model) {
   field("frames").min = model.limits.frames_remainder;
 }
 
-function showPhotoField(use) {
+function showInputField(use) {
   $("drop").hidden = use === "refused";
   setText($("drop-note"), use === "optional" ? "or none, for clips from the prompt alone" : "or drop or paste them here");
 }

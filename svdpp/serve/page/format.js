@@ -36,7 +36,7 @@ export function parameterText(video, name) {
   return (video.lora ?? []).map(({ name: lora, scale, expert }) => [lora, scale, expert].filter(Boolean).join(" ")).join(", ");
 }
 
-const PROOFS = {
+const VERIFICATIONS = {
   none: "not verified",
   asked: "to be verified when the ranks are idle",
   running: "being verified on one device",
@@ -60,13 +60,13 @@ export const shapeOf = ({ size, frames, steps }) =>
   `${size.replace("x", "×")} · ${plural(frames, "frame")} · ${plural(steps, "step")}`;
 
 /** Returns the state of a clip's verification. "asked": it begins once the ranks have no more clips to make. */
-export function proofOf(video) {
+export function verificationOf(video) {
   const { queued = 0, in_progress: running = 0 } = state.engine?.queue ?? {};
   return video.proof === "running" && queued + running > 0 ? "asked" : video.proof;
 }
 
-export function proofText(video) {
-  const words = PROOFS[proofOf(video)];
+export function verificationText(video) {
+  const words = VERIFICATIONS[verificationOf(video)];
   return video.proof_reason ? `${words}: ${video.proof_reason}` : words;
 }
 

@@ -36,12 +36,13 @@ let opened = null;
 
 function open() {
   const opening = indexedDB.open("svdpp", 1);
+  // The store of the images keeps the name that older pages gave it.
   opening.onupgradeneeded = () => opening.result.createObjectStore("photos", { keyPath: "id" });
   return answerOf(opening);
 }
 
 /** Calls `work` with the database's images; returns [] if the browser does not allow the database. */
-async function withPhotos(work) {
+async function withInputs(work) {
   try {
     opened ??= open();
     return await work((await opened).transaction("photos", "readwrite").objectStore("photos"));
@@ -53,32 +54,32 @@ async function withPhotos(work) {
 
 let numKept = 0; // orders images that were added in the same millisecond
 
-export function keepPhoto({ id, file }) {
-  const photo = { id, file, tab: tabName(), at: Date.now(), index: numKept++ };
-  return withPhotos((photos) => answerOf(photos.put(photo)));
+export function keepInput({ id, file }) {
+  const input = { id, file, tab: tabName(), at: Date.now(), index: numKept++ };
+  return withInputs((inputs) => answerOf(inputs.put(input)));
 }
 
 function forgottenIds() {
   try { return JSON.parse(sessionStorage.getItem(FORGOTTEN)) ?? []; } catch { return []; }
 }
 
-export function forgetPhoto(id) {
+export function forgetInput(id) {
   try {
     sessionStorage.setItem(FORGOTTEN, JSON.stringify([...forgottenIds(), id]));
   } catch { /* storage is full or forbidden: only the database forgets the image */ }
-  return withPhotos((photos) => answerOf(photos.delete(id)));
+  return withInputs((inputs) => answerOf(inputs.delete(id)));
 }
 
 /** Returns this tab's stored images in their order; deletes removed ones, and old ones of tabs that were closed. */
-export function keptPhotos() {
-  return withPhotos(async (photos) => {
-    const all = await answerOf(photos.getAll());
+export function keptInputs() {
+  return withInputs(async (inputs) => {
+    const all = await answerOf(inputs.getAll());
     const isOld = ({ at }) => Date.now() - at > 1000 * OLD_SECONDS;
     const forgotten = new Set(forgottenIds());
-    const isGone = (photo) => isOld(photo) || forgotten.has(photo.id);
-    await Promise.all(all.filter(isGone).map(({ id }) => answerOf(photos.delete(id))));
+    const isGone = (input) => isOld(input) || forgotten.has(input.id);
+    await Promise.all(all.filter(isGone).map(({ id }) => answerOf(inputs.delete(id))));
     sessionStorage.removeItem(FORGOTTEN);
-    const own = all.filter((photo) => photo.tab === tabName() && !isGone(photo));
+    const own = all.filter((input) => input.tab === tabName() && !isGone(input));
     return own.sort((a, b) => a.at - b.at || a.index - b.index);
   });
 }

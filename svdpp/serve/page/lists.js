@@ -6,7 +6,7 @@ import { state } from "./state.js";
 import { now } from "./text.js";
 
 const LIST_SECONDS = 10; // maximum age of the list while clips are queued or in progress
-const PROVING_SECONDS = 3; // maximum age of the list while a clip is being verified
+const VERIFYING_SECONDS = 3; // maximum age of the list while a clip is being verified
 const PAGE_CLIPS = 100;
 
 export function listIsOld() {
@@ -17,7 +17,7 @@ export function listIsOld() {
 }
 
 function maxAge(videos) {
-  if (videos.some((video) => video.proof === "running")) return PROVING_SECONDS;
+  if (videos.some((video) => video.proof === "running")) return VERIFYING_SECONDS;
   return videos.some(isOpen) ? LIST_SECONDS : 6 * LIST_SECONDS;
 }
 

@@ -18,7 +18,7 @@ import { listenToLock } from "./key.js";
 import { readOlder } from "./lists.js";
 import { loop, retry } from "./loop.js";
 import { listenToOrders, renderOrders } from "./orders.js";
-import { listenToPhotos } from "./photos.js";
+import { listenToInputs } from "./inputs.js";
 import { listenToQueue, renderQueue } from "./queue.js";
 import { closeGaps, listenToRemovals } from "./remove.js";
 import { listenToTable } from "./rows.js";
@@ -69,7 +69,7 @@ function drawIcon() {
 }
 
 drawIcon();
-for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToPhotos, listenToDrops,
+for (const start of [listenToTheme, listenToLock, listenToForm, listenToTable, listenToOrders, listenToInputs, listenToDrops,
   listenToSending, listenToCompare, listenToQueue, listenToRanks, listenToRemovals, listen]) start();
 render();
 // While the server is gone, the banner counts down the seconds until the next try.

@@ -30,7 +30,7 @@ export const variations = () => Math.max(1, Math.floor(Number(field("variations"
 /** Returns the number of clips that the button would request now. */
 export function numOrders() {
   if (given.size > 0) return drafts().filter(({ signature }) => !given.get(signature)?.isSent).length;
-  const number = tableIsOpen() ? rowsToMake().length : prompts().length * (state.photos.length || 1);
+  const number = tableIsOpen() ? rowsToMake().length : prompts().length * (state.inputs.length || 1);
   return number * variations();
 }
 
@@ -51,8 +51,8 @@ function drafts() {
   return (tableIsOpen() ? rowOrders(settings()) : formOrders()).flatMap((each) => {
     const own = each.files ?? [], names = own.map(([name]) => name);
     const draft = { ...each, files: [...files.filter(([name]) => !names.includes(name)), ...own] };
-    const { photo, row, line, values } = draft;
-    const same = JSON.stringify([photo?.id, row?.id, line, values,
+    const { input, row, line, values } = draft;
+    const same = JSON.stringify([input?.id, row?.id, line, values,
       draft.files.map(([name, file]) => [name, file.name, file.size, file.lastModified])]);
     return Array.from({ length: variations() }, (_, index) => ({ ...draft, index, signature: `${index} ${same}` }));
   });
@@ -60,9 +60,9 @@ function drafts() {
 
 function formOrders() {
   const values = settings();
-  const photos = state.photos.length ? state.photos : [null];
-  return photos.flatMap((photo) => prompts().map((prompt, line) => (
-    { photo, line, values: takesPrompt() ? { ...values, prompt } : values })));
+  const inputs = state.inputs.length ? state.inputs : [null];
+  return inputs.flatMap((input) => prompts().map((prompt, line) => (
+    { input, line, values: takesPrompt() ? { ...values, prompt } : values })));
 }
 
 /** Whether the seed of the last variation is still in the API's range; each variation adds 1 to the typed seed. */
@@ -96,7 +96,7 @@ function planText(number) {
   const [frames, fps] = [Number(field("frames").value), Number(field("fps").value)];
   const length = frames > 0 && fps > 0 && !tableIsOpen() ? `${(frames / fps).toFixed(2)} s long` : "";
   const parts = tableIsOpen() ? [rowsText()] : [
-    state.photos.length > 1 ? `${state.photos.length} images` : "",
+    state.inputs.length > 1 ? `${state.inputs.length} images` : "",
     prompts().length > 1 ? `${prompts().length} prompts` : ""];
   parts.push(variations() > 1 ? `${variations()} variations` : "");
   const product = number > 1 || tableIsOpen() ? parts.filter(Boolean).join(" × ") : "";
@@ -105,7 +105,7 @@ function planText(number) {
 
 /** Renders the orders after each change, and stores changes of the form for a reload. */
 export function listenToOrders() {
-  on("photos", renderOrders);
+  on("inputs", renderOrders);
   on("form", () => {
     renderOrders();
     keepOrders();

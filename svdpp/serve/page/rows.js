@@ -8,7 +8,7 @@ import { keptForm } from "./keep.js";
 import { emit, on } from "./signals.js";
 import { state } from "./state.js";
 import { plural } from "./text.js";
-import { faultOfCell, fieldsOf, missingText, plainSize, readTable, shownName, textOf } from "./table.js";
+import { faultOfCell, fieldsOf, isFileKind, missingText, namesIn, plainSize, readTable, shownName, textOf } from "./table.js";
 
 const SHOWN_ROWS = 100;
 
@@ -30,53 +30,69 @@ export const keptTable = () => (tableIsOpen()
 
 /** Returns an order for each row without faults. Values that a row leaves out are those of the form. */
 export function rowOrders(settings) {
-  const known = fieldsOf(model()), byName = photosByName();
+  const known = fieldsOf(model()), byName = inputsByName();
   return rowsToMake().map((row) => {
-    const values = { ...settings }, files = [], photos = [];
-    let photo = null, width = "", height = "";
+    const values = { ...settings }, files = [], inputs = [];
+    let input = null, width = "", height = "";
     view.columns.forEach(({ field: name }, index) => {
       const value = row.cells[index];
       if (!value) return;
       if (name === "width") width = value;
       else if (name === "height") height = value;
-      else if (known.get(name).kind === "file") {
-        const found = photoNamed(value, byName).photo;
-        photos.push(found);
-        if (name === "input_reference") photo = found;
-        else files.push([name, found.file]);
+      else if (isFileKind(known.get(name))) {
+        const found = inputsNamed(value, known.get(name), byName).inputs;
+        inputs.push(...found);
+        if (name === "input_reference") [input] = found;
+        else files.push(...found.map(({ file }) => [name, file]));
       } else values[name] = name === "size" ? plainSize(value) : value;
     });
     if (width || height) values.size = `${width}x${height}`;
-    return { row, photo, photos, values, files };
+    return { row, input, inputs, values, files };
   });
 }
 
 /** Returns the chosen files that are named in rows of the table. */
-export function photosInUse() {
-  const byName = photosByName();
-  const places = view.columns.flatMap(({ isFile }, index) => (isFile ? [index] : []));
-  return new Set(view.rows.flatMap(({ cells }) => places.map((index) => cells[index] && photoNamed(cells[index], byName).photo)));
+export function inputsInUse() {
+  const known = fieldsOf(model()), byName = inputsByName();
+  const inUse = new Set();
+  for (const { cells } of view.rows) {
+    view.columns.forEach(({ field: name, isFile }, index) => {
+      if (!isFile || !cells[index]) return;
+      for (const input of inputsNamed(cells[index], known.get(name), byName).inputs) inUse.add(input);
+    });
+  }
+  return inUse;
 }
 
 /** Returns a function that finds the chosen files with a name: first with the same case, then ignoring case. */
-function photosByName() {
-  const exact = Map.groupBy(state.photos, ({ file }) => file.name.normalize());
-  const folded = Map.groupBy(state.photos, ({ file }) => file.name.normalize().toLowerCase());
+function inputsByName() {
+  const exact = Map.groupBy(state.inputs, ({ file }) => file.name.normalize());
+  const folded = Map.groupBy(state.inputs, ({ file }) => file.name.normalize().toLowerCase());
   return (name) => exact.get(name) ?? folded.get(name.toLowerCase()) ?? [];
 }
 
+/** Returns the chosen files that a cell names, and the first fault of the cell; `fault` is empty if there is none. */
+function inputsNamed(text, about, byName) {
+  const names = namesIn(text, about);
+  if (names === null) return { inputs: [], fault: 'Not a list of files, such as ["a.jpg", "b.jpg"].' };
+  if (names.length > about.maximum) return { inputs: [], fault: `${plural(about.maximum, "file")} at most.` };
+  const found = names.map((name) => inputNamed(name, byName));
+  const inputs = found.map(({ input }) => input).filter(Boolean);
+  return { inputs, fault: found.map(({ fault }) => fault).find(Boolean) ?? "" };
+}
+
 /** Returns the chosen file with the name in a cell, ignoring folders in the cell; or else the fault of the cell. */
-function photoNamed(text, byName) {
+function inputNamed(text, byName) {
   const name = text.split(/[/\\]/).at(-1).normalize();
   const found = byName(name);
-  if (found.length === 1) return { photo: found[0], fault: found[0].error };
-  return { photo: null, fault: found.length ? "Several chosen files have this name." : "Drop this file here, too." };
+  if (found.length === 1) return { input: found[0], fault: found[0].error };
+  return { input: null, fault: found.length ? "Several chosen files have this name." : "Drop this file here, too." };
 }
 
 /** Checks all cells again after a change of the model, the form, the table or the chosen files. */
 export function checkRows() {
   if (!model()) return;
-  const known = fieldsOf(model()), byName = photosByName();
+  const known = fieldsOf(model()), byName = inputsByName();
   for (const row of view.rows) {
     row.faults = new Map();
     view.columns.forEach(({ field: name }, index) => {
@@ -94,7 +110,7 @@ export function checkRows() {
 function faultOf(row, name, value, about, byName) {
   if (!name || !value) return "";
   if (name === "width" || name === "height") return faultOfSides(row);
-  return about.kind === "file" ? photoNamed(value, byName).fault : faultOfCell(value, about, model());
+  return isFileKind(about) ? inputsNamed(value, about, byName).fault : faultOfCell(value, about, model());
 }
 
 function faultOfSides(row) {
@@ -198,7 +214,7 @@ export function renderTable() {
   fillKnown();
   setText($("table-note"), rows.length ? plural(rows.length, "row") : "");
   renderFaultNote(faulty.length);
-  $("table-photos").replaceChildren(...state.photos.map(({ file }) => make("option", { value: file.name })));
+  $("table-inputs").replaceChildren(...state.inputs.map(({ file }) => make("option", { value: file.name })));
   if ($("table-head").columns !== columns) {
     $("table-head").columns = columns;
     rebuild();
@@ -253,7 +269,7 @@ function createRow(row) {
     const error = make("span", { className: "error", id: `cell-${row.id}-${index}`, hidden: true });
     const input = make(isText ? "textarea" : "input", { value: row.cells[index], "aria-label": `${column.name}, row ${number}`,
       ...(isText ? { rows: 1 } : {}) });
-    if (column.isFile) input.setAttribute("list", "table-photos");
+    if (column.isFile) input.setAttribute("list", "table-inputs");
     if (column.field === "lora") input.setAttribute("list", "loras");
     input.addEventListener("input", () => { edit(row, index, input.value); });
     return make("td", { className: isText ? "wide" : "" }, input, error);
@@ -299,7 +315,7 @@ export function listenToTable() {
     checkRows();
     renderTable();
   });
-  for (const name of ["form", "photos"]) on(name, () => { checkRows(); renderTable(); });
+  for (const name of ["form", "inputs"]) on(name, () => { checkRows(); renderTable(); });
   $("table-open").addEventListener("click", openTable);
   $("table-close").addEventListener("click", closeTable);
   pressTwice($("table-clear"), "Leave out all rows?", "Really leave out all rows?", closeTable);

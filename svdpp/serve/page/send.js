@@ -8,9 +8,9 @@ import {
 } from "./form.js";
 import { videosOf } from "./fields.js";
 import { forgetOrders, keepOrders, numOrders, ordersToSend, renderOrders, seedsAreInRange } from "./orders.js";
-import { removePhoto, renderPhotos } from "./photos.js";
+import { removeInput, renderInputs } from "./inputs.js";
 import { token } from "./random.js";
-import { photosInUse, removeRow, renderTable, showRowFaults, tableIsOpen } from "./rows.js";
+import { inputsInUse, removeRow, renderTable, showRowFaults, tableIsOpen } from "./rows.js";
 import { emit } from "./signals.js";
 import { state } from "./state.js";
 import { duration, plural, withArticle } from "./text.js";
@@ -39,7 +39,7 @@ export async function submit(event) {
   clearErrors();
   if (!formIsComplete()) return;
   const made = await sendAll(ordersToSend());
-  renderPhotos();
+  renderInputs();
   renderTable();
   renderOrders();
   emit("change");
@@ -52,8 +52,8 @@ export async function submit(event) {
 
 function formIsComplete() {
   const isTable = tableIsOpen();
-  const isPhotoMissing = !state.photos.length && (model()?.inputs.input_reference ?? "needed") === "needed";
-  if (!isTable && isPhotoMissing) {
+  const isInputMissing = !state.inputs.length && (model()?.inputs.input_reference ?? "needed") === "needed";
+  if (!isTable && isInputMissing) {
     showFormError(`Choose ${withArticle(inputWord(model()))} first.`);
     $("files").focus();
     return false;
@@ -93,37 +93,37 @@ async function sendAll(orders) {
   }
   state.sending = null;
   // An image that was sent for a row is removed only if no remaining row of the table names it.
-  const inUse = photosInUse();
-  const sent = new Set(orders.filter(({ row, given }) => row && given.isSent).flatMap(({ photos }) => photos));
-  for (const photo of sent) if (!inUse.has(photo)) removePhoto(photo);
+  const inUse = inputsInUse();
+  const sent = new Set(orders.filter(({ row, given }) => row && given.isSent).flatMap(({ inputs }) => inputs));
+  for (const input of sent) if (!inUse.has(input)) removeInput(input);
   if (orders.every(({ given }) => given.isSent)) forgetOrders();
   return made;
 }
 
-const isOfSame = (a, b) => (a.row ? a.row === b.row : a.photo !== null && a.photo === b.photo);
+const isOfSame = (a, b) => (a.row ? a.row === b.row : a.input !== null && a.input === b.input);
 
-function mark({ photo, row }, isSending) {
+function mark({ input, row }, isSending) {
   if (row) Object.assign(row, { isSending });
-  if (photo) Object.assign(photo, { sending: isSending, ...(isSending ? { error: "" } : {}) });
-  renderPhotos();
+  if (input) Object.assign(input, { sending: isSending, ...(isSending ? { error: "" } : {}) });
+  renderInputs();
   if (row) renderTable();
   renderOrders();
 }
 
 /** Removes the image or row of a sent order from the form or the table. */
-function leave({ photo, row }) {
+function leave({ input, row }) {
   if (row) {
     removeRow(row);
     keepOrders(); // the stored table must not have the row after a reload
-  } else if (photo) removePhoto(photo);
+  } else if (input) removeInput(input);
 }
 
 /** Sends one order. While the queue is full or the server does not answer, waits and tries again. */
 async function sendPatiently(order, signal) {
-  const { photo, values, files, given } = order;
+  const { input, values, files, given } = order;
   for (;;) {
     try {
-      return await send({ file: photo?.file, thumb: photo?.thumb, values, files, key: given.key });
+      return await send({ file: input?.file, thumb: input?.thumb, values, files, key: given.key });
     } catch (error) {
       const isPassing = error instanceof ServerUnreachable || [429, 503].includes(error.status);
       if (!isPassing || signal.aborted) throw error;
@@ -146,7 +146,7 @@ async function waitFor(seconds, error, signal) {
 }
 
 /** Shows an error where the user can correct it; returns true if the next requests would fail as well. */
-function showRefusal(error, { photo, row }) {
+function showRefusal(error, { input, row }) {
   if (row && error instanceof ApiError && error.status !== 401) {
     showRowFaults(row, fieldErrorsOf(error), error.words);
     return false;
@@ -161,10 +161,10 @@ function showRefusal(error, { photo, row }) {
     $("new").querySelector("[aria-invalid=true]").focus();
     return true;
   }
-  const isAboutPhoto = photo && (error.code === "invalid_image" || [408, 413, 415].includes(error.status));
-  if (isAboutPhoto) photo.error = error.words;
+  const isAboutInput = input && (error.code === "invalid_image" || [408, 413, 415].includes(error.status));
+  if (isAboutInput) input.error = error.words;
   else showFormError(error.words);
-  return !isAboutPhoto;
+  return !isAboutInput;
 }
 
 /** Requests a clip like an existing one, except for `changes`. Its input files are read from the server. */

@@ -22,7 +22,7 @@ export const state = {
   removed: new Set(), // ids of removed clips, which late responses may still contain
   tints: new Map(), // id -> number of the clip's colour
   busy: new Map(), // id -> text about the request in progress for the clip, such as "Cancelling…"
-  photos: [], // chosen images or videos that are not sent yet
+  inputs: [], // chosen images or videos that are not sent yet
   sending: null, // {done, total, waits, hasToldWhy, control} while orders are sent
   removals: new Map(), // id -> removal that can still be undone, or whose placeholder is still shown
   waits: new Map(), // rank -> [unix seconds] at which the rank was waiting

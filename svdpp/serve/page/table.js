@@ -59,7 +59,9 @@ function readJson(text) {
     try {
       value = JSON.parse(line, keep);
     } catch (error) {
-      throw new Error(`${isList ? "The text" : `Line ${index + 1}`} is not JSON: ${error.message}.`);
+      const subject = isList ? "The text" : `Line ${index + 1}`;
+      // Other errors come from `keep`: the text is JSON, but has a number that cannot be read.
+      throw new Error(`${subject}${error instanceof SyntaxError ? " is not JSON" : ""}: ${error.message}.`);
     }
     const found = isList ? value : [value];
     if (found.some((each) => typeof each !== "object" || each === null || Array.isArray(each))) {
@@ -109,8 +111,10 @@ export function fieldsOf(model) {
   const fields = new Map();
   const use = (name) => model.inputs[name] ?? "refused";
   if (use("input_reference") !== "refused") fields.set("input_reference", { kind: "file", use: use("input_reference") });
-  // A cell can name only one file, so all rows use the reference images of the form.
-  for (const name of videosOf(model)) if (name !== "references") fields.set(name, { kind: "file", use: use(name) });
+  for (const name of videosOf(model)) {
+    if (name === "references") fields.set(name, { kind: "files", use: use(name), maximum: model.limits.max_references });
+    else fields.set(name, { kind: "file", use: use(name) });
+  }
   for (const name of namesFor(model)) {
     const about = model.fields[name];
     if (name === "lora") fields.set(name, { kind: "lora" });
@@ -121,6 +125,23 @@ export function fieldsOf(model) {
   return fields;
 }
 
+/** Whether the cells of a field name chosen files: one, or for the kind "files" also several. */
+export const isFileKind = (about) => ["file", "files"].includes(about?.kind);
+
+/**
+ * Returns the file names in a cell: one name, or a JSON list of names for the kind "files", as in jobs of the command
+ * line. Returns null if the list is malformed.
+ */
+export function namesIn(value, about) {
+  if (about.kind !== "files" || !value.startsWith("[")) return [value];
+  try {
+    const names = JSON.parse(value);
+    return Array.isArray(names) && names.every((name) => typeof name === "string") ? names : null;
+  } catch {
+    return null;
+  }
+}
+
 /** Returns the name of a field on the page; `image` is also its name in jobs of the command line. */
 export const shownName = (name) => (name === "input_reference" ? "image" : name);
 
@@ -128,7 +149,7 @@ export const shownName = (name) => (name === "input_reference" ? "image" : name)
 function columnOf(name, known) {
   const plain = name.trim().toLowerCase().replace(/[\s-]+/g, "_");
   const field = ALIASES[plain] ?? plain;
-  if (known.has(field) || ["width", "height"].includes(field)) return { name, field, fault: "", isFile: known.get(field)?.kind === "file" };
+  if (known.has(field) || ["width", "height"].includes(field)) return { name, field, fault: "", isFile: isFileKind(known.get(field)) };
   const near = [...known.keys()].find((each) => isNear(each, field));
   return { name: name || "(no name)", field: "",
     fault: `No field of this model${near ? `; did you mean ${near}?` : "."}` };
