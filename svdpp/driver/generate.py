@@ -47,7 +47,7 @@ def generate(
     *,
     prompts: str | Iterable[str] | None = None,
     negative_prompt: str | None = None,
-    seeds: int | Iterable[int] = 0,
+    seeds: int | Iterable[int] | None = None,
     model: str | ModelConfig = DEFAULT_MODEL,
     out: str | os.PathLike[str] | None = None,
     format: VideoFormat | None = None,
@@ -71,7 +71,7 @@ def generate(
             --jobs`: one clip for each dict. Empty: clips from prompts only.
         prompts: One or several prompts.
         negative_prompt: Text that describes what clips with a prompt must not show.
-        seeds: One or several seeds.
+        seeds: One or several seeds. None: the seed 0, or for dicts the seed of each dict.
         model: Hub id, folder or name of a demo model, which is loaded in the precision that
             `svdpp run` would use. A `ModelConfig` is used unchanged.
         out: Folder for the clips, or path of a single clip's file. None: a temporary folder, which
