@@ -98,7 +98,8 @@ class _Search:
         wholes = [self.data_parallel, *self._paired()]
         # If the fixed layout is impossible, creating it here raises an error with the reason.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
-        fitting = [*filter(self._fits, possible), *self._with_shared_experts(wholes)]
+        possible += self._with_shared_experts(wholes)
+        fitting = [*filter(self._fits, possible)]
         if not fitting:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first layout raises an error

@@ -492,3 +492,12 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     with pytest.raises(RequestError, match=r"between hosts \(rank 3 to rank 4\)") as caught:
         choose(costs=fitting, memory_gib=(11.0,) * 8)
     assert "`inter_host_transfer_seconds` SECONDS" in caught.value.hint
+
+
+def test_layouts_of_shared_experts_count_among_all_that_could_be_compared() -> None:
+    """With one rank on each host, all layouts but data parallel have transfers between hosts."""
+    hosts = replace(WAN["costs"], ranks_per_host=1)
+    options = {**WAN, "costs": hosts, "world_size": 4, "memory_gib": (80.0,) * 4}
+    layout, reason = choose(**options)
+    assert str(layout) == "data parallel"
+    assert "not compared: 12 of 13 layouts, because" in reason
