@@ -382,7 +382,7 @@ def _check_of_backend(found: BackendTrial) -> Check:
     if not found.other_bits_in:
         detail = f"gives equal bits for equal inputs, also in another process ({dtypes})"
         return Check(name=name, verdict="ok", detail=detail)
-    detail = f"gives other bits for equal inputs in {' and '.join(found.other_bits_in)}"
+    detail = f"gives different bits for equal inputs in {' and '.join(found.other_bits_in)}"
     if not found.is_chosen:
         return Check(name=name, verdict="differs", detail=detail)
     return Check(

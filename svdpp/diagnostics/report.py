@@ -19,7 +19,7 @@ from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
-_NOTHING: Mapping[str, Any] = {"headline": "the run has recorded no metrics", "findings": []}
+_NOTHING: Mapping[str, Any] = {"headline": "the run has recorded no measurements", "findings": []}
 # Minimum fraction of the run's time that a cause must cost; smaller causes are not reported.
 _WORTH_NAMING = 0.05
 # A rank counts as slow if its step takes this many times as long as the other ranks' median step.

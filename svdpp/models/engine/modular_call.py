@@ -48,7 +48,7 @@ from svdpp.config import LatentSpec
 from svdpp.config.families.spec import FamilySpec
 from svdpp.errors import ModelError
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
-from svdpp.models.engine.call import GuidanceBranches, global_states
+from svdpp.models.engine.call import DRAWS_GLOBALLY, GuidanceBranches, global_states
 from svdpp.models.engine.component_attributes import (
     Attributes,
     attributes_of,
@@ -179,7 +179,7 @@ class ModularCall:
         with self._hooked(), suppress(_Stop):
             result = self.pipe(**arguments)
         if tensors_differ(before, global_states(self._device)):
-            problem = "draws random numbers from torch's global generator: no two runs are equal"
+            problem = DRAWS_GLOBALLY
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it does not run the requested number of steps"
         if problem:
