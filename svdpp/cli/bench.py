@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.option_names import OPTION_OF_FIELD
 from svdpp.cli.options import complete
 from svdpp.cli.options.declare import DIAGNOSTICS, argument, path_option
 from svdpp.cli.options.pipeline import PeakTflops
 from svdpp.config import DEMO_MODELS, DUMMY_MODEL
 from svdpp.config.limits import require
-from svdpp.errors import RequestError, VerificationError
+from svdpp.errors import RequestError, VerificationError, pluralize
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:

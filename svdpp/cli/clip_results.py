@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from svdpp.cli.console import Console, pluralize
-from svdpp.errors import error_from_dict, worst_of
+from svdpp.cli.console import Console
+from svdpp.errors import error_from_dict, pluralize, worst_of
 
 
 def print_clips(

@@ -327,16 +327,6 @@ def _sanitize(text: str) -> str:
     return printable(redact(text))
 
 
-def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 clip` or `2 clips`.
-
-    Args:
-        number: Number of things.
-        noun: Noun in the singular; its plural must end in s.
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def _label(name: str) -> str:
     """Return the label for a key of the JSON: `peak` for `peak_bytes`. `_cell` shows the unit."""
     for unit in ("_bytes", "_seconds", "_gib"):

@@ -9,12 +9,12 @@ from typing import Annotated
 import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.options.files import out_option
 from svdpp.cli.options.model import ModelName, WithoutAppearance
 from svdpp.cli.options.pipeline import PipelineOptions, WithoutLayout
 from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
-from svdpp.errors import ModelError, redact
+from svdpp.errors import ModelError, pluralize, redact
 from svdpp.launch.world import World
 
 #: Widths of the columns with verdicts and names, in characters. A longer name, such as that of some
@@ -84,7 +84,7 @@ def doctor(
         }
     )
     if failed:
-        console.info(f"{len(failed)} of {len(checks)} checks failed")
+        console.info(f"{len(failed)} of {pluralize(len(checks), 'check')} failed")
         raise typer.Exit(failed[0].exit_code)
     ranks = pluralize(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")

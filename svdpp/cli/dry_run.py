@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.config import PipelineConfig, SamplingConfig
-from svdpp.errors import SvdppError, recorded_path
+from svdpp.errors import SvdppError, pluralize, recorded_path
 
 if TYPE_CHECKING:
     from svdpp.driver.output_policy import OutputPolicy

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from svdpp.cli.command import command_settings, typed_options, with_option_groups
-from svdpp.cli.console import MAX_ROWS, Console, pluralize
+from svdpp.cli.console import MAX_ROWS, Console
 from svdpp.cli.options.declare import COSTS, LAYOUT, MEMORY, flag, option
 from svdpp.cli.options.files import ClipOptions, clips_option
 from svdpp.cli.options.model import WithoutAppearance
@@ -22,7 +22,7 @@ from svdpp.config import PipelineConfig
 from svdpp.config.cost_files import find_costs
 from svdpp.config.limits import MAX_CLIPS, check_int, require
 from svdpp.driver.request import assumed_costs, describe_assumed_costs
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 from svdpp.plan.choose import LayoutForecast, compare_layouts
 from svdpp.plan.costs import CostModel
 from svdpp.plan.forecast import forecast_layout, simulate_schedule, steady_seconds_per_clip

@@ -19,10 +19,18 @@ from rich.progress import Progress as Bars
 from rich.table import Column
 from rich.text import Text
 
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.config import ClipRequest
 from svdpp.driver.trace import MeasuredCosts
-from svdpp.errors import OutputError, RankError, RequestError, one_line, printable, redact
+from svdpp.errors import (
+    OutputError,
+    RankError,
+    RequestError,
+    one_line,
+    pluralize,
+    printable,
+    redact,
+)
 from svdpp.launch.world import World
 from svdpp.plan.actions import Action, Kind, Schedule
 from svdpp.plan.costs import CostModel

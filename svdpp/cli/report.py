@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.options.declare import path_argument
 from svdpp.cli.options.pipeline import PeakTflops
 from svdpp.config.limits import require
+from svdpp.errors import pluralize
 
 if TYPE_CHECKING:
     from svdpp.diagnostics.report import RunAnalysis

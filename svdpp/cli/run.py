@@ -12,7 +12,7 @@ import typer
 
 from svdpp.cli.clip_results import print_clips, raise_failed
 from svdpp.cli.command import command_settings, with_option_groups
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.dry_run import describe_run, show_plan
 from svdpp.cli.options.files import LogOptions, TraceOptions
 from svdpp.cli.options.model import parse_seeds
@@ -20,7 +20,7 @@ from svdpp.cli.server_run import ServerRunOptions, run_at_server
 from svdpp.config import PipelineConfig, PromptedSampling, SamplingConfig
 from svdpp.config.limits import require
 from svdpp.config.pipeline import repeats_bits
-from svdpp.errors import InputError, Interrupted, OutputError, RankError, SvdppError
+from svdpp.errors import InputError, Interrupted, OutputError, RankError, SvdppError, pluralize
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:

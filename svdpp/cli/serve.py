@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from svdpp.cli.command import command_settings, with_option_groups
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.options.declare import COSTS, SERVICE, VIDEO, flag, in_range, option, path_option
 from svdpp.cli.options.files import ImageOptions, LogOptions
 from svdpp.cli.options.pipeline import (
@@ -23,7 +23,7 @@ from svdpp.cli.options.pipeline import (
     seconds_option,
 )
 from svdpp.config.limits import MAX_FRAMES, MAX_STEPS, check_seconds, is_number, require, shown
-from svdpp.errors import Interrupted, RequestError
+from svdpp.errors import Interrupted, RequestError, pluralize
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:

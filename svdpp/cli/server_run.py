@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from svdpp.cli.clip_results import print_clips, raise_failed
-from svdpp.cli.console import Console, pluralize
+from svdpp.cli.console import Console
 from svdpp.cli.options.declare import LAYOUT, RECOVERY, option
 from svdpp.cli.options.files import InputOptions, LogOptions, OutputOptions, PromptOptions
 from svdpp.cli.options.model import parse_params
@@ -24,6 +24,7 @@ from svdpp.errors import (
     RequestError,
     SvdppError,
     error_from_dict,
+    pluralize,
 )
 from svdpp.launch.world import World
 

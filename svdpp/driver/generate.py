@@ -28,7 +28,7 @@ from svdpp.driver.resolve import resolve_config
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import PlannedClip, RunPlan, submit_and_collect
 from svdpp.driver.sources import ClipSource, SourceReader, input_label
-from svdpp.errors import RequestError, SvdppError, worst_of
+from svdpp.errors import RequestError, SvdppError, pluralize, worst_of
 from svdpp.launch import process_lifetime
 from svdpp.launch.fork_server import start_fork_server_early
 from svdpp.launch.worker_group import end_if_importing_script
@@ -222,7 +222,9 @@ def _run_plan(
                         if on_result is not None:
                             on_result(results[index])
         if errors := [failure.error for failure in pipeline.failures]:
-            raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips failed")
+            num_clips = len(results) + len(errors)
+            count = f"{len(errors)} of {pluralize(num_clips, 'clip')} failed"
+            raise worst_of(errors, count)
     except SvdppError as error:
         error.results = [results[index] for index in sorted(results)]
         raise

@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([ClipRequest(seed=0, sampling=FIVE)], RequestError, "5 steps cannot be split evenly"),
 ]
 REFUSED_METADATA: list[tuple[Any, str]] = [
-    ([{}], "metadata must have one mapping for each of 2 clips, got 1"),
+    ([{}], "metadata must have one mapping for each clip: expected 2, got 1"),
     ([{}, {"input": object()}], "the clips cannot be sent to the ranks"),
 ]
 
