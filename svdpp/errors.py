@@ -332,6 +332,16 @@ def worst_of(errors: Iterable[SvdppError], count: str) -> SvdppError:
     return error_from_dict({**error_to_dict(worst), "message": f"{count}: {worst}"})
 
 
+def pluralize(number: int, noun: str) -> str:
+    """Return a number with its noun, such as `1 clip` or `2 clips`.
+
+    Args:
+        number: Number of things.
+        noun: Noun in the singular; its plural must end in s.
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def fields_in(text: str) -> list[str]:
     """Return the names of configuration fields in a message or hint, in order.
 

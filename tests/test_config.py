@@ -18,6 +18,7 @@ from svdpp.config import (
     LatentSpec,
     ModelConfig,
     OutputConfig,
+    Param,
     PipelineConfig,
     SvdSampling,
     configuration_fields,
@@ -188,6 +189,14 @@ def test_images_that_a_family_does_not_take_are_refused(family: str) -> None:
     wrong = f"at most {most} `references` besides" if most else "takes no `references`"
     with pytest.raises(RequestError, match=wrong):
         make(num_references=most + 1)
+
+
+def test_a_lowest_value_that_is_not_0_may_be_excluded() -> None:
+    param = Param(name="x", lowest=2, highest=5, excludes_lowest=True, help="")
+    param.check(2.5)
+    for value, words in ((1, "`x` must be a finite number, 2 to 5, got 1"), (2, "above 2, got 2")):
+        with pytest.raises(RequestError, match=words):
+            param.check(value)
 
 
 def test_frames_per_second_may_be_a_fraction_and_are_otherwise_whole() -> None:

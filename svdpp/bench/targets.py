@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from svdpp.config.limits import require
-from svdpp.errors import RequestError, TargetMissedError, nearest
+from svdpp.errors import RequestError, TargetMissedError, nearest, pluralize
 
 #: Names of the cases: the pipeline, and its two baselines.
 PIPELINE, DATA_PARALLEL, ONE_DEVICE = "pipeline", "data parallel", "diffusers"
@@ -169,7 +169,7 @@ def check_met(found: Sequence[Outcome]) -> None:
         f"target {each.bound}"
         for each in missed
     ]
-    count = f"{len(missed)} of {len(found)} targets missed"
+    count = f"{len(missed)} of {pluralize(len(found), 'target')} missed"
     raise TargetMissedError(
         f"{count}: {'; '.join(texts)}",
         details={

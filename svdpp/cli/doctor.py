@@ -84,7 +84,7 @@ def doctor(
         }
     )
     if failed:
-        console.info(f"{len(failed)} of {len(checks)} checks failed")
+        console.info(f"{len(failed)} of {pluralize(len(checks), 'check')} failed")
         raise typer.Exit(failed[0].exit_code)
     ranks = pluralize(config.world_size, f"{config.device} rank")
     console.info(f"{options.model} on {ranks} has what it needs")

@@ -61,7 +61,7 @@ def report(console: Console, options: ReportOptions) -> None:
         console.prose(f"{clip['output'] or '(no clip)'}: {clip['why']}", "  ")
     if analysis is None:
         console.prose(
-            "times: unknown, because the run was killed, made no clip, or wrote no measurements"
+            "times: unknown, because the run was killed, made no clip, or recorded no measurements"
         )
     else:
         _print_analysis(console, analysis, speeds)

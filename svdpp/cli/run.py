@@ -510,8 +510,8 @@ class RunCommand:
             )
         if any(not repeats_bits(each.get("conditions", {})) for each in made):
             console.info(
-                "exactness is not claimed, because the attention backend gives different bits from "
-                "call to call here; to check it: svdpp verify --atol with the same options"
+                "exactness is not claimed, because the attention backend gives different bits for "
+                "equal inputs here; to check it: svdpp verify --atol with the same options"
             )
         if exact := [metadata for metadata in made if metadata["exact"] is True]:
             path = shlex.quote(str(out / exact[0]["output"]))

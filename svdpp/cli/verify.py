@@ -19,7 +19,7 @@ from svdpp.cli.options.pipeline import PipelineOptions
 from svdpp.config import DEMO_MODEL, ClipRequest, PipelineConfig
 from svdpp.config.limits import require
 from svdpp.config.tolerance import Tolerance
-from svdpp.errors import VerificationError, worst_of
+from svdpp.errors import VerificationError, pluralize, worst_of
 from svdpp.launch.world import World, is_secondary_rank
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _show_results(console: Console, results: Sequence[ClipVerification]) -> None
         word = "bitwise equal" if is_bitwise else "bitwise equal or within tolerance"
         console.result(f"{num_equal} of {len(results)} clips are {word}")
     num_wrong = len(different or errors)
-    many = f"{num_wrong} of {len(results)} clips"
+    many = f"{num_wrong} of {pluralize(len(results), 'clip')}"
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"

@@ -80,15 +80,14 @@ class Param:
         if self.kind is int:
             check_int(self.name, value, int(self.lowest), int(self.highest))
             return
-        lowest = 0 if self.excludes_lowest else self.lowest
-        if not (is_number(value) and lowest <= value <= self.highest):
-            must = f"a finite number, {lowest:g} to {self.highest:g}"
+        if not (is_number(value) and self.lowest <= value <= self.highest):
+            must = f"a finite number, {self.lowest:g} to {self.highest:g}"
             raise RequestError(
                 f"`{self.name}` must be {must}, got {shown(value)}",
                 details={
                     "field": self.name,
                     "value": detail_value(value),
-                    "lowest": lowest,
+                    "lowest": self.lowest,
                     "highest": self.highest,
                 },
             )

@@ -37,7 +37,14 @@ from svdpp.driver.pipeline import Pipeline
 from svdpp.driver.resolve import estimate_parts, estimate_ranks, resolve_config
 from svdpp.driver.supervisor import OpenObserver
 from svdpp.driver.trace import Trace
-from svdpp.errors import OutOfMemoryError, OutputError, SvdppError, VerificationError, redact_all
+from svdpp.errors import (
+    OutOfMemoryError,
+    OutputError,
+    SvdppError,
+    VerificationError,
+    pluralize,
+    redact_all,
+)
 from svdpp.launch import gpus, process_group
 from svdpp.launch.gpus import available_bytes
 from svdpp.launch.process_lifetime import temp_folder
@@ -258,8 +265,8 @@ def run_checks(config: PipelineConfig, out: Path) -> Iterator[Check]:
 def _check_devices(config: PipelineConfig, _: Path) -> str:
     process_group.check_devices(config.device, config.world_size)
     backend = process_group.choose_backend(config.device, config.world_size)
-    ranks = f"{config.world_size} rank{'s' if config.world_size > 1 else ''}"
-    threads = f"{config.num_threads} thread{'s' if config.num_threads > 1 else ''}"
+    ranks = pluralize(config.world_size, "rank")
+    threads = pluralize(config.num_threads, "thread")
     return f"{ranks} on {config.device}, {threads} each, over {backend}"
 
 
@@ -382,7 +389,7 @@ def _check_of_backend(found: BackendTrial) -> Check:
     if not found.other_bits_in:
         detail = f"gives equal bits for equal inputs, also in another process ({dtypes})"
         return Check(name=name, verdict="ok", detail=detail)
-    detail = f"gives other bits for equal inputs in {' and '.join(found.other_bits_in)}"
+    detail = f"gives different bits for equal inputs in {' and '.join(found.other_bits_in)}"
     if not found.is_chosen:
         return Check(name=name, verdict="differs", detail=detail)
     return Check(
@@ -487,10 +494,10 @@ def median_costs(
     """
     per_host = None if world is None else world.ranks_per_host
     sampling = config.sampling
-    size = f"{sampling.frames} frames of {sampling.width}x{sampling.height}"
+    size = f"{pluralize(sampling.frames, 'frame')} of {sampling.width}x{sampling.height}"
     on_cpu = config.device == "cpu"
     processors = [cpu_model()] if on_cpu else [gpu.name for gpu in gpus.visible_gpus()]
-    ranks = f"{config.world_size} rank{'s' * (config.world_size > 1)}"
+    ranks = pluralize(config.world_size, "rank")
     return average_costs(
         config,
         traces,

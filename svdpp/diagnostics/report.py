@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 from svdpp.diagnostics.run_metrics import RankRunMetrics, RunMetrics, WorkMetrics, parse_run_metrics
 from svdpp.driver.manifest import read_manifest
 from svdpp.driver.output_policy import MANIFEST
-from svdpp.errors import InputError, RequestError
+from svdpp.errors import InputError, RequestError, pluralize
 from svdpp.plan.choose import choose_layout
 from svdpp.plan.forecast import forecast_layout
 from svdpp.plan.parallel import layout_options
 
 SCHEMA_VERSION = 3
-_NOTHING: Mapping[str, Any] = {"headline": "the run has recorded no metrics", "findings": []}
+_NOTHING: Mapping[str, Any] = {"headline": "the run has recorded no measurements", "findings": []}
 # Minimum fraction of the run's time that a cause must cost; smaller causes are not reported.
 _WORTH_NAMING = 0.05
 # A rank counts as slow if its step takes this many times as long as the other ranks' median step.
@@ -144,7 +144,7 @@ def _imbalance(metrics: RunMetrics) -> Iterator[Finding]:
         (more(limit.encode, [rank.encode for rank in others]), "encode",
          f"its encodes take {limit.encode.seconds / limit.compute:.0%} of its work"),
         ((limit_step.count - steps) * limit_step.mean_seconds / slowness, "steps",
-         f"it does {limit_step.count} steps, the others {steps:.0f} on average"),
+         f"it does {pluralize(limit_step.count, 'step')}, the others {steps:.0f} on average"),
         (limit.compute * (1 - 1 / slowness), "slow_device",
          f"a step takes {limit_step.mean_seconds:.3g} s, on the others {usual:.3g} s"),
     )  # fmt: skip
@@ -174,10 +174,9 @@ def _waits(metrics: RunMetrics) -> Iterator[Finding]:
     yield Finding("transfers", text, rank.rank, rank.transfer)
     rank = _busiest(metrics)
     filling = max(0.0, min(rank.idle + rank.packet_wait - rank.transfer, metrics.first_clip))
-    clips = f"{metrics.clips} clip{'s' if metrics.clips > 1 else ''}"
     text = (
-        f"{clips} cannot fill {metrics.world_size} ranks: at start and end rank {rank.rank} has no "
-        "work"
+        f"{pluralize(metrics.clips, 'clip')} cannot fill {pluralize(metrics.world_size, 'rank')}: "
+        f"at start and end rank {rank.rank} has no work"
     )
     yield Finding("few_clips", text, None, filling)
 

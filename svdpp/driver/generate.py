@@ -28,7 +28,7 @@ from svdpp.driver.resolve import resolve_config
 from svdpp.driver.run_job import RunJob
 from svdpp.driver.run_plan import PlannedClip, RunPlan, submit_and_collect
 from svdpp.driver.sources import ClipSource, SourceReader, input_label
-from svdpp.errors import RequestError, SvdppError, worst_of
+from svdpp.errors import RequestError, SvdppError, pluralize, worst_of
 from svdpp.launch import process_lifetime
 from svdpp.launch.fork_server import start_fork_server_early
 from svdpp.launch.worker_group import end_if_importing_script
@@ -47,7 +47,7 @@ def generate(
     *,
     prompts: str | Iterable[str] | None = None,
     negative_prompt: str | None = None,
-    seeds: int | Iterable[int] = 0,
+    seeds: int | Iterable[int] | None = None,
     model: str | ModelConfig = DEFAULT_MODEL,
     out: str | os.PathLike[str] | None = None,
     format: VideoFormat | None = None,
@@ -71,7 +71,7 @@ def generate(
             --jobs`: one clip for each dict. Empty: clips from prompts only.
         prompts: One or several prompts.
         negative_prompt: Text that describes what clips with a prompt must not show.
-        seeds: One or several seeds.
+        seeds: One or several seeds. None: the seed 0, or for dicts the seed of each dict.
         model: Hub id, folder or name of a demo model, which is loaded in the precision that
             `svdpp run` would use. A `ModelConfig` is used unchanged.
         out: Folder for the clips, or path of a single clip's file. None: a temporary folder, which
@@ -222,7 +222,9 @@ def _run_plan(
                         if on_result is not None:
                             on_result(results[index])
         if errors := [failure.error for failure in pipeline.failures]:
-            raise worst_of(errors, f"{len(errors)} of {len(results) + len(errors)} clips failed")
+            num_clips = len(results) + len(errors)
+            count = f"{len(errors)} of {pluralize(num_clips, 'clip')} failed"
+            raise worst_of(errors, count)
     except SvdppError as error:
         error.results = [results[index] for index in sorted(results)]
         raise

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from svdpp.config.limits import JOBS_FILE_BYTES, detail_value, read_small_file, require, shown
-from svdpp.errors import InputError, RequestError, SvdppError, first_line
+from svdpp.errors import InputError, RequestError, SvdppError, first_line, pluralize
 from svdpp.media.prompts import decode_text
 
 #: Kind of a jobs file (`jsonl`, `csv` or `yaml`), by suffix.
@@ -142,7 +142,8 @@ class JobFile:
             cell = (beyond + unnamed)[0]
             return self.error(
                 number,
-                f"has {len(cells)} cells for {len(names)} columns: {shown(cell)} has no column",
+                f"has {len(cells)} cells for {pluralize(len(names), 'column')}: "
+                f"{shown(cell)} has no column",
                 "put texts with separators into double quotes",
                 cells=len(cells),
                 columns=len(names),

@@ -42,7 +42,7 @@ from svdpp.config.sampling import SHARED, as_whole, frames_of_seconds, params_by
 from svdpp.driver.clip_names import check_out_name
 from svdpp.driver.job_files import JobFile, JobLine
 from svdpp.driver.run_job import RunJob
-from svdpp.errors import InputError, RequestError, SvdppError, nearest, write_fields
+from svdpp.errors import InputError, RequestError, SvdppError, nearest, pluralize, write_fields
 from svdpp.media.images import MAX_PIXELS, MediaFile, read_image
 from svdpp.media.inputs import ClipInput
 from svdpp.media.video_frames import probe_video
@@ -547,7 +547,8 @@ def raise_line_errors(
         for error in errors
     ]
     num_lines = len({error.details["line"] for error in errors})
-    lines = [f"{file.name}: {num_lines} of {num_jobs + num_lines} lines cannot be used:"]
+    all_lines = pluralize(num_jobs + num_lines, "line")
+    lines = [f"{file.name}: {num_lines} of {all_lines} cannot be used:"]
     lines += texts[:MAX_PRINTED]
     if len(texts) > MAX_PRINTED:
         lines.append(f"and {len(texts) - MAX_PRINTED} more")

@@ -144,7 +144,7 @@ class Pipeline(PipelineRanks):
             self._scheduler.router.config_of(each).sampling.num_inference_steps for each in resolved
         ]
         metadata = metadata or [{}] * len(resolved)
-        wrong = f"metadata must have one mapping for each of {len(resolved)} clips"
+        wrong = f"metadata must have one mapping for each clip: expected {len(resolved)}"
         require(
             len(metadata) == len(resolved),
             f"{wrong}, got {len(metadata)}",

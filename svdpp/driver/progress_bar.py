@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from svdpp.errors import pluralize
 from svdpp.worker.messages import ClipDone, ClipFailed, Event, StepDone
 
 
@@ -65,7 +66,7 @@ class ProgressBar(Progress):
         self._show()
 
     def _show(self) -> None:
-        text = f"{len(self._finished_clips)} of {len(self._num_steps)} clips"
+        text = f"{len(self._finished_clips)} of {pluralize(len(self._num_steps), 'clip')}"
         if self._failed_clips:
             text += f", {len(self._failed_clips)} failed"
         total = self.tasks[0].total or 0

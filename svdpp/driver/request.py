@@ -356,9 +356,26 @@ class PipelineRequest:
     @property
     def _has_remainder(self) -> bool:
         """Whether the steps cannot be divided evenly between the stages if all devices are used."""
-        num_decoders = int(self.parallel.get("num_decoders", 1))
-        stages = max(1, self._num_devices // self._pair_size - num_decoders + 1)
-        return self.sampling.num_inference_steps % stages > 0
+        return self.sampling.num_inference_steps % self._max_stages > 0
+
+    @property
+    def _num_turns(self) -> int:
+        """Number of ranks (or pairs) that take turns with another one as the last stage."""
+        return max(1, int(self.parallel.get("num_decoders", 1))) - 1
+
+    @property
+    def _max_stages(self) -> int:
+        """Number of stages of one pipeline that uses all devices; 1 if there are too few."""
+        return max(1, self._num_devices // self._pair_size - self._num_turns)
+
+    @property
+    def _even_world(self) -> int:
+        """Largest number of ranks whose stages have equally many steps.
+
+        It may be larger than the number of devices if these are too few for one stage.
+        """
+        stages = largest_world(self.sampling.num_inference_steps, self._max_stages)
+        return self._pair_size * (stages + self._num_turns)
 
     @cached_property
     def _note(self) -> str:
@@ -367,20 +384,18 @@ class PipelineRequest:
             return ""
         count, used, steps = self._num_devices, self.world_size, self.sampling.num_inference_steps
         kind = "GPUs" if self.device.startswith("cuda") else "ranks"
+        # Stages are pairs or, with several decoders, fewer than the ranks.
+        is_rank = self._pair_size == 1 and not self._num_turns
+        between = f"{count} {kind}" if is_rank else f"{self._max_stages} stages"
+        problem = f"{steps} steps cannot be divided evenly between {between}"
         if used < count:
-            asked_for_uniform = self._given.get("split") == "uniform"
-            problem = "--cfg-parallel 2 needs an even number"
-            if asked_for_uniform:
-                problem = f"{steps} steps cannot be divided evenly between {count}"
+            if used > count - self._pair_size:
+                problem = "--cfg-parallel 2 needs an even number"
             return f"using {used} of {count} {kind}: {problem}"
         was_uniform = self._requires_even_steps(self.parallel) and "split" not in self.parallel
         is_odd = was_uniform and self._boundary is None
         if is_odd and self._given.get("split") == "balanced":
-            best = self._pair_size * largest_world(steps, count // self._pair_size)
-            return (
-                f"using --split balanced: {steps} steps cannot be divided evenly between {count} "
-                f"{kind}; with --gpus {best} they can"
-            )
+            return f"using --split balanced: {problem}; with --gpus {self._even_world} they can"
         return ""
 
     @cached_property
@@ -402,12 +417,12 @@ class PipelineRequest:
             return launched.size
         if requested is not None:
             return requested
-        stages = max(1, self._num_devices // self._pair_size)
-        # The user has requested a uniform split, so the number of ranks must divide the number of
+        largest = self._pair_size * max(1, self._num_devices // self._pair_size)
+        # The user has requested a uniform split, so the number of stages must divide the number of
         # steps.
         if self._requires_even_steps(self._given) and "split" in self._given:
-            stages = largest_world(self.sampling.num_inference_steps, stages)
-        return self._pair_size * stages
+            return min(largest, self._even_world)
+        return largest
 
     # --- choice of the layout -------------------------------------------------------------------
 

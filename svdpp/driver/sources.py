@@ -66,7 +66,7 @@ class SourceReader:
         inputs: ClipSource | Iterable[ClipSource],
         prompts: str | Iterable[str] | None,
         negative_prompt: str | None,
-        seeds: int | Iterable[int],
+        seeds: int | Iterable[int] | None,
     ) -> list[RunJob]:
         """Return a job for each dict, or for each combination of image, prompt and seed.
 
@@ -77,7 +77,7 @@ class SourceReader:
             prompts: Prompts that each image is combined with; None: clips have no prompts.
             negative_prompt: Text that describes what clips with a prompt must not show; None: no
                 such text.
-            seeds: Seeds that each image and prompt is combined with.
+            seeds: Seeds that each image and prompt is combined with; None: the seed 0.
 
         Raises:
             RequestError: Arguments contradict each other, or fields of dicts are wrong.
@@ -85,8 +85,9 @@ class SourceReader:
         """
         sources = _listed(inputs)
         if not any(isinstance(source, Mapping) for source in sources):
-            return self._combine(sources, _listed(prompts), negative_prompt, _listed(seeds))
-        is_product = prompts is not None or seeds != 0
+            all_seeds = [0] if seeds is None else _listed(seeds)
+            return self._combine(sources, _listed(prompts), negative_prompt, all_seeds)
+        is_product = prompts is not None or seeds is not None
         wrong = "`prompts` and `seeds` cannot be combined with dicts: each dict is one clip"
         require(not is_product, wrong, "write the prompt and the seed of each clip into its dict")
         return self._read(sources, negative_prompt)

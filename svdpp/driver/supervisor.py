@@ -18,7 +18,7 @@ from svdpp.errors import (
     SvdppError,
     error_from_dict,
 )
-from svdpp.launch.start_deadline import LIMIT_HINT, names_limit
+from svdpp.launch.start_deadline import LIMIT_HINT, NO_FURTHER_THREAD, names_limit
 from svdpp.launch.worker_group import MAIN_GUARD_HINT, WorkerGroup
 from svdpp.plan.actions import Action, Schedule
 from svdpp.plan.forecast import draw_grid
@@ -300,7 +300,7 @@ class Supervisor:
             if output is None:
                 cause = f"could not import your script: {MAIN_GUARD_HINT}"
             elif hint:
-                cause = f"ended with exit code {code}: the system refused to start a thread"
+                cause = f"ended with exit code {code}: {NO_FURTHER_THREAD}"
             return self._rank_error(rank, cause, hint, "died here", exit_code=code)
         if -code == signal.SIGKILL:
             hint = _NO_MEMORY

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from loguru import logger
 
 from svdpp.comm.transport import GROUP_TIMEOUT
-from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line
+from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line, pluralize
 from svdpp.launch.world import World, store_address
 
 # Longest time in seconds for leaving the group. The parent must wait longer for the end of a rank.
@@ -224,8 +224,7 @@ def check_devices(device: str, local_size: int, *, launched: bool = False) -> No
         # the UUIDs of the GPUs, and so finds two ranks on the same GPU.
         return
     if count < needed:
-        plural = "s" if needed > 1 else ""
-        wanted = f"{needed} CUDA device{plural}" if device == "cuda" else f"device {device}"
+        wanted = pluralize(needed, "CUDA device") if device == "cuda" else f"device {device}"
         raise RequestError(
             f"{wanted} requested, {count} found",
             "use `device` cpu and `model` demo to try svdpp without a GPU"

@@ -34,6 +34,8 @@ _REFUSALS = (
     "pthread_create failed",
     "Resource temporarily unavailable",
 )
+#: Message about a process or thread that the system refuses to start.
+NO_FURTHER_THREAD = "the system starts no further process or thread"
 #: Hint of errors about processes and threads that the system refuses to start.
 LIMIT_HINT = (
     "raise the limit (ulimit -u for processes, ulimit -n for files, pids.max of a "
@@ -167,7 +169,7 @@ def limit_error(error: BaseException) -> RankError | None:
     if number in _TOO_MANY_FILES:
         text = "the system opens no further file: too many files are open"
     elif number == errno.EAGAIN or names_limit(str(error)):
-        text = "the system starts no further process or thread: too many of them are running"
+        text = f"{NO_FURTHER_THREAD}: too many of them are running"
     else:
         return None
     details = _soft_limit(error)

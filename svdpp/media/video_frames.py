@@ -11,7 +11,7 @@ from typing import IO
 
 from PIL import Image, ImageSequence
 
-from svdpp.errors import InputError, first_line
+from svdpp.errors import InputError, first_line, pluralize
 from svdpp.media.ffmpeg import MediaFailure, decode_frames
 from svdpp.media.images import MediaFile, check_image_size, decode_image, read_bytes, to_rgb
 from svdpp.media.kinds import FORMATS, demuxer_of
@@ -77,7 +77,7 @@ def decode_video(
         yield frame
         done += 1
     if done < count:
-        text = f"{str(path)!r} has {done} of the {count} frames that the clip takes"
+        text = f"{str(path)!r} has {done} of the {pluralize(count, 'frame')} that the clip takes"
         hint = "give a longer video, or make a clip that takes fewer frames"
         raise InputError(text, hint, details={"frames": done, "wanted": count})
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from svdpp.config import ClipRequest, ModelConfig, SamplingConfig
-from svdpp.errors import ModelError, RequestError, SvdppError, first_line
+from svdpp.errors import ModelError, RequestError, SvdppError, first_line, pluralize
 from svdpp.models.base import PreparedInput, Tensors
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.models.engine import load
@@ -100,7 +100,8 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
         problem = first_line(error)
         if isinstance(error, AssertionError) and not str(error):
             problem = str(traceback.extract_tb(error.__traceback__)[-1].line)
-        size = f"{sampling.width}x{sampling.height} and {sampling.num_frames} frames"
+        frames = pluralize(sampling.frames, "frame")
+        size = f"{sampling.width}x{sampling.height} and {frames}"
         raise RequestError(
             f"model {display_name(model.name)} cannot make a clip of {size} ({problem})",
             "use another `height` or `width`, or use another `num_frames`",

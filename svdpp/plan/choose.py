@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 from svdpp.plan.costs import CostModel, PerRank
 from svdpp.plan.forecast import (
     Forecast,
@@ -98,7 +98,8 @@ class _Search:
         wholes = [self.data_parallel, *self._paired()]
         # If the fixed layout is impossible, creating it here raises an error with the reason.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
-        fitting = [*filter(self._fits, possible), *self._with_shared_experts(wholes)]
+        possible += self._with_shared_experts(wholes)
+        fitting = [*filter(self._fits, possible)]
         if not fitting:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first layout raises an error
@@ -166,7 +167,7 @@ class _Search:
         rivals = [each for each in candidates if each is not best]
         if not rivals:
             return "no other layout is possible"
-        clips = f"{self.num_clips} clip{'s' if self.num_clips > 1 else ''}"
+        clips = pluralize(self.num_clips, "clip")
         size = best.layout.cfg_parallel_size
         others = [each for each in rivals if each.layout.cfg_parallel_size != size]
         next_best = self._best(others) if others else min(rivals, key=lambda each: each.seconds)
@@ -185,13 +186,14 @@ class _Search:
         """
         if best.expert_boundary is not None:
             num_both = sum(len(role.experts) > 1 for role in best.roles)
-            yield f"{num_both} of {best.world_size} ranks hold both experts"
+            yield f"both experts are on {num_both} of {pluralize(best.world_size, 'rank')}"
+        layouts = pluralize(len(possible), "layout")
         if too_large := sum(not self._fits(layout) for layout in possible):
-            yield f"too large for the memory: {too_large} of {len(possible)} layouts"
+            yield f"too large for the memory: {too_large} of {layouts}"
         if unknown:
             yield (
-                f"not compared: {unknown} of {len(possible)} layouts, because they have transfers "
-                "between hosts, and the costs lack inter_host_transfer_seconds"
+                f"not compared: {unknown} of {layouts}, because they have transfers between hosts, "
+                "and the costs lack inter_host_transfer_seconds"
             )
 
     def _nothing_fits(self, layouts: Sequence[Layout]) -> RequestError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.roles import Roles
 
@@ -201,7 +201,8 @@ class CostModel:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != world_size:
                 raise RequestError(
-                    f"{name} has values for {len(value)} ranks, but the run has {world_size}",
+                    f"{name} has values for {pluralize(len(value), 'rank')}, but the run has "
+                    f"{world_size}",
                     f"use `world_size` {len(value)}, or use costs with one number for all ranks",
                     details={"field": name, "values": len(value), "world_size": world_size},
                 )

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 from svdpp.plan.actions import DecodeRange, DecodeShare, Route, Schedule, build_schedule
 from svdpp.plan.costs import CostModel
 from svdpp.plan.parallel import SPLITS, ParallelConfig
@@ -530,7 +530,7 @@ def check_chunks(decode_ranks: int, chunks: Sequence[int], *, are_tiles: bool = 
     if decode_ranks > len(chunks):
         raise RequestError(
             f"`decode_ranks` {decode_ranks} needs {decode_ranks} chunks of frames, but a clip of "
-            f"{sum(chunks)} frames has only {len(chunks)}",
+            f"{pluralize(sum(chunks), 'frame')} has only {len(chunks)}",
             f"use `decode_ranks` {len(chunks)} or fewer, or use a smaller `decode_chunk_size`, "
             "which changes the bits of clips",
             details={"decode_ranks": decode_ranks, "frames": sum(chunks), "chunks": len(chunks)},

@@ -189,7 +189,7 @@ def check_choices(layout: LayoutName | None, given: Mapping[str, Any]) -> None:
     for name, option in layout_options().items():
         if name in given and layout in option.chosen_by:
             raise RequestError(
-                f"`layout` {layout} chooses the layout: leave out `{option.name}`",
+                f"`layout` {layout} chooses `{option.name}`: leave it out",
                 details={"layout": layout, "option": option.flag},
             )
     if "auto" in (layout, given.get("cfg_parallel_size")) and "decode_parallel_size" in given:

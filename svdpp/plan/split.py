@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 
 #: Largest number of denoising steps of a clip in a plan. Runs have a lower limit,
 #: `config.limits.MAX_STEPS`.
@@ -158,7 +158,7 @@ def check_uniform(num_steps: int, num_stages: int, world_size: int) -> None:
     fewer = f", or use `world_size` {largest_world(num_steps, num_stages)}" if are_ranks else ""
     noun = "ranks" if are_ranks else "stages"
     raise RequestError(
-        f"{num_steps} steps cannot be split evenly over {num_stages} {noun}; "
+        f"{pluralize(num_steps, 'step')} cannot be split evenly over {num_stages} {noun}; "
         f"the nearest step count{'s' * (below > 0)} that {can} {' and '.join(map(str, nearest))}",
         f"use {' or '.join(f'`num_inference_steps` {count}' for count in nearest)}"
         f"{fewer}, or use `split` alternating",

@@ -138,7 +138,8 @@ class Dispatcher:
         clip = self.preparing
         if isinstance(event, ImageReady) and clip and clip.request.image == event.image:
             clip.ranks_left -= 1
-            self._seconds_per_pixel = event.seconds / clip.job.input_pixels
+            if event.seconds is not None:
+                self._seconds_per_pixel = event.seconds / clip.job.input_pixels
             self.wake()
 
     @property

@@ -23,7 +23,7 @@ from svdpp.config.pipeline import ENCODING_FIELDS, LAST_IMAGE, reference_names
 from svdpp.driver.clip_metadata import check_clip_metadata, embedded_part, parse_clip_json
 from svdpp.driver.clip_table import CLIP_TABLE
 from svdpp.driver.output_policy import MANIFEST
-from svdpp.errors import InputError, RequestError, located_path
+from svdpp.errors import InputError, RequestError, located_path, pluralize
 from svdpp.launch.process_lifetime import temp_folder
 from svdpp.media import video
 from svdpp.media.images import read_bytes
@@ -454,4 +454,4 @@ def _decibels(square: float) -> float:
 
 def _describe_size(frames: Frames) -> str:
     count, height, width, _ = frames.shape
-    return f"{count} frames of {width}x{height}"
+    return f"{pluralize(count, 'frame')} of {width}x{height}"

@@ -215,7 +215,7 @@ def _new_task(
         process_group.check_devices(config.device, config.world_size)
     except RequestError as error:
         raise RequestError(
-            f"{name!r} was made on a CUDA device, but this machine has none",
+            f"{name!r} was made on a CUDA device, but torch finds too few here: {error.message}",
             "other devices give other bits: verify the clip on a machine with a CUDA device",
             details={"clip": str(path), **error.details},
         ) from error

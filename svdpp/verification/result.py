@@ -11,6 +11,7 @@ import torch
 
 from svdpp.config.pipeline import repeats_bits
 from svdpp.config.tolerance import BITWISE, Tolerance
+from svdpp.errors import pluralize
 from svdpp.worker.tensor_files import tensor_sha256
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -164,7 +165,7 @@ class VerificationResult:
     def __str__(self) -> str:
         """Return the verdict on a run as a sentence, with the largest difference if bits differ."""
         clips = len({check.clip for check in self.checks})
-        compared = f"{clips} clip{'s' if clips > 1 else ''}, {len(self.checks)} comparisons"
+        compared = f"{pluralize(clips, 'clip')}, {pluralize(len(self.checks), 'comparison')}"
         if self.bitwise:
             return f"bitwise equal: {compared} with {self.reference}{self._remark}"
         largest = f"largest difference {self.largest.distance}, {self.largest.place}"

@@ -420,20 +420,26 @@ class ImageReader:
         if not self._ahead:
             self._read_next()
 
-    def prepare_early(self, request: ClipRequest, done: Callable[[float], object]) -> None:
+    def prepare_early(self, request: ClipRequest, done: Callable[[float | None], object]) -> None:
         """Begin to prepare the image of a clip that has not been submitted yet.
 
         `enqueue` will get the clip later.
 
         Args:
             request: Request for the clip.
-            done: Callback that gets the seconds that the preparation took. It is called in another
-                thread.
+            done: Callback that gets the seconds that the preparation took; None if it failed, for
+                which `take` raises the error. It is called in another thread, and not at all if
+                `close` cancels the preparation.
         """
+
+        def call_done(future: Future[PreparedInput]) -> None:
+            if not future.cancelled():
+                done(None if future.exception() else time.monotonic() - start)
+
         start = time.monotonic()
         future = self._early_thread.submit(self._read, request)
         self._early = {_image_key(request): future}
-        future.add_done_callback(lambda _: done(time.monotonic() - start))
+        future.add_done_callback(call_done)
 
     def take(self, clip: int) -> PreparedInput:
         """Return the prepared image of a clip, and begin to read the next clip's image.

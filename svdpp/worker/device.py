@@ -45,11 +45,11 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     name = process_group.device_of_rank(config.device, world)
     device = torch.device(name)
     try:
-        with out_of_memory_named(None, device, world.rank):
+        with out_of_memory_named("context", device, world.rank):
             streams.use_device(device)
     except OutOfMemoryError:  # it is a RuntimeError, so the next clause would replace it
         raise
-    except (AssertionError, RuntimeError) as error:
+    except (AssertionError, RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         raise RequestError(
             f"{name} cannot be used: {first_line(error)}",
             "svdpp doctor shows which devices work",
@@ -196,7 +196,7 @@ def status_bytes(name: str) -> int:
 
 # For each kind of work: its name in messages about lack of memory, and a hint about options that
 # need less memory. The key None stands for loading the model.
-_MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
+_MEMORY_OF: dict[Kind | Literal["context", "reference"] | None, tuple[str, str]] = {
     Kind.ENCODE: ("encoding the image", "use a smaller `height` and `width`"),
     Kind.DENOISE: (
         "running a denoising step",
@@ -210,6 +210,7 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
         "loading the model",
         "use fewer ranks on this device, or use `dtype` bf16 or fp16 instead of fp32",
     ),
+    "context": ("creating the CUDA context", "use fewer ranks on this device"),
     "reference": (
         "computing a clip in one process",
         "use fewer `num_frames`, or use a smaller `height` and `width`, or use a smaller "
@@ -220,15 +221,15 @@ _MEMORY_OF: dict[Kind | Literal["reference"] | None, tuple[str, str]] = {
 
 @contextmanager
 def out_of_memory_named(
-    doing: Action | Literal["reference"] | None,
+    doing: Action | Literal["context", "reference"] | None,
     device: torch.device | str | None = None,
     rank: int | None = None,
 ) -> Iterator[None]:
     """Turn out-of-memory errors in the `with` block into an `OutOfMemoryError` that names the work.
 
     Args:
-        doing: Current action; "reference" while a verification recomputes a clip in one process;
-            None while the model loads.
+        doing: Current action; "context" while the rank takes its device; "reference" while a
+            verification recomputes a clip in one process; None while the model loads.
         device: Device on which the block works; None: not known yet.
         rank: Number of the rank; None: the block runs in the process of a verification.
 

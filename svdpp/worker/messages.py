@@ -228,12 +228,15 @@ class StoredTensor(Event):
 
 
 class ImageReady(Event):
-    """Report that a rank has prepared the image of a clip that will be submitted later."""
+    """Report that a rank has prepared the image of a clip that will be submitted later, or failed.
+
+    If it failed, the clip's encode reports the error.
+    """
 
     image: str | None
     """Path of the image; None if the clip has no image."""
-    seconds: float
-    """Seconds that preparing the image took."""
+    seconds: float | None
+    """Seconds that preparing the image took; None if it failed."""
 
 
 class ClipFailed(Event):

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from svdpp.config import ClipRequest, PipelineConfig, SamplingConfig
 from svdpp.config.limits import require
-from svdpp.errors import RequestError
+from svdpp.errors import RequestError, pluralize
 from svdpp.models.checkpoint import Checkpoint
 from svdpp.plan.actions import Route, Schedule, build_schedule
 from svdpp.plan.layout import Layout
@@ -68,7 +68,8 @@ class Router:
                     )
                 raise RequestError(
                     f"the ranks were started with `num_inference_steps` {planned}, and some ranks "
-                    f"have not loaded the components that clips of {layout.num_steps} steps need",
+                    "have not loaded the components that clips of "
+                    f"{pluralize(layout.num_steps, 'step')} need",
                     f"use {planned} steps, or start the ranks with `num_inference_steps` "
                     f"{layout.num_steps}",
                     details={
@@ -129,8 +130,9 @@ def resolve_clip_config(
         _check_branches(sampling, checkpoint)
     boundary, num_steps = checkpoint.expert_boundary(sampling), sampling.num_inference_steps
     if boundary is not None and not 0 < boundary < num_steps:
+        steps = "the only step" if num_steps == 1 else f"all {num_steps} steps"
         raise RequestError(
-            f"the model has two experts, and one of them would run all {num_steps} steps",
+            f"the model has two experts, and one of them would run {steps}",
             "use more `num_inference_steps`, or use another `flow_shift`",
             details={"steps": num_steps, "expert_boundary": boundary},
         )

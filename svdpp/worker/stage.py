@@ -264,6 +264,9 @@ class PipelineStage:
                     continue
                 clip, step = sent if planned == nothing else planned
                 error = mismatch("clip", "clip", sent[0], planned[0])
+                if sent[0] == planned[0]:
+                    name = f"next step of clip {clip}"
+                    error = mismatch(name, "next_step", sent[1], planned[1], clip=clip)
                 raise MismatchError(
                     f"packets from rank {rank} to rank {peer}: {error.message}",
                     details={
@@ -294,7 +297,7 @@ class PipelineStage:
         packet = self._wait_for_packet(action)
         writer, key = self._context.checkpoint_writer, self._jobs[action.clip].request.latents_key
         if writer is not None and key is not None and not packet.tombstone:
-            with self._waiting(action, "send"):
+            with self._waiting(action, "writer"):
                 writer.put(key, packet)
         self._send_packet(action, packet)
         self._free(action.clip)
@@ -406,7 +409,7 @@ class PipelineStage:
     def _model_of(self, sampling: SamplingConfig) -> VideoModel:
         return self._model if sampling == self._sampling else self._model_with(sampling)
 
-    def _image_ready(self, request: ClipRequest, seconds: float) -> None:
+    def _image_ready(self, request: ClipRequest, seconds: float | None) -> None:
         self._reporter.send(ImageReady(image=request.image, seconds=seconds))
 
     def _free(self, clip: int) -> None:

@@ -17,7 +17,7 @@ PHOTO_ = shlex.quote(PHOTO)
 
 PLAN = [
     ("--split fair", "invalid value for '--split': 'fair' is not one of 'uniform'"),
-    ("--layout auto --decoders 2", "--layout auto chooses the layout: leave out --decoders"),
+    ("--layout auto --decoders 2", "--layout auto chooses --decoders: leave it out"),
     ("--compare --split balanced", "--compare shows all layouts: leave out --split"),
     ("--cfg-parallel 3", "'--cfg-parallel': '3' is not one of 'auto', '1', '2'"),
     ("--decode-ranks 3 --frames 8 --decode-chunk-size 4", "needs 3 chunks of frames, but a clip "),

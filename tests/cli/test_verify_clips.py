@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from svdpp.config.limits import max_threads
 from svdpp.verification import clip_verification
@@ -140,14 +141,19 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("num_inference_steps", 10**30, "--steps must be 1 to 1000"),
         ("num_threads", max_threads() + 1, "--threads must be 1 to"),
-        ("device", "cuda", ""),
+        (
+            "device",
+            "cuda",
+            "was made on a CUDA device, but torch finds too few here: device cuda:0 requested, 0",
+        ),
         ("model", "dummy", "names the model 'dummy', which makes no clips"),
     ],
 )
 @pytest.mark.usefixtures("no_reference")
 def test_metadata_beyond_the_limits_is_refused_before_any_work(
-    out: Path, name: str, value: object, words: str
+    out: Path, name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     _edit(out / "rocket_0.mp4.json", **{name: value})
     assert_error(svdpp_here("verify", "out/rocket_0.mp4"), 2, words)
 

@@ -97,7 +97,7 @@ def test_a_backend_that_does_not_repeat_fails_only_a_run_that_uses_it(
     assert (native.name, native.verdict) == ("attention native", "ok")
     assert native.detail == f"{repeats} (fp32 and bf16)"
     assert (flash.name, flash.detail) == ("attention _native_flash", f"{repeats} (bf16)")
-    assert sage.detail == "gives other bits for equal inputs in bf16"
+    assert sage.detail == "gives different bits for equal inputs in bf16"
     expected = ("differs", 0) if chosen is None else ("failed", 3)
     assert (sage.verdict, sage.exit_code) == expected
 

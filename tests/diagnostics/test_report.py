@@ -252,6 +252,7 @@ def test_the_json_holds_what_the_report_says(tmp_path: Path) -> None:
     assert content["forecast_error"] == pytest.approx(1.0)
     content, _ = read_report(leave(tmp_path, None))
     assert (content["clips"]["done"], content["findings"]) == (1, [])
+    assert content["headline"] == "the run has recorded no measurements"
 
 
 @pytest.mark.parametrize(

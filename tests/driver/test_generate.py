@@ -65,7 +65,7 @@ def test_a_dict_is_one_clip_and_overrides_the_arguments(tmp_path: Path) -> None:
         PHOTO,
         {"image": Image.open(PHOTO), "out": "last.mp4", "num_frames": 3},
     ]
-    jobs = reader(tmp_path, **TINY).jobs(clips, None, None, 0)
+    jobs = reader(tmp_path, **TINY).jobs(clips, None, None, None)
     assert [job.seed for job in jobs] == [3, 0, 0]
     sizes = [(job.sampling.num_inference_steps, job.sampling.num_frames) for job in jobs]
     assert sizes == [(5, 2), (2, 2), (2, 3)]
@@ -84,14 +84,15 @@ def test_references_of_a_dict_are_paths_and_images(tmp_path: Path) -> None:
         folder=tmp_path,
     )
     references = (Path(PHOTO), PHOTO, Image.open(PHOTO).rotate(90, expand=True))
-    (job,) = source.jobs({"image": PHOTO, "prompt": "sea", "references": references}, None, None, 0)
+    clip = {"image": PHOTO, "prompt": "sea", "references": references}
+    (job,) = source.jobs(clip, None, None, None)
     assert job.sampling is not None
     assert job.sampling.num_references == 3
     first, second, third = job.made_from.references
     assert (first.path, first.sha256) == (Path(PHOTO), second.sha256)
     assert (third.width, third.height) == (first.height, first.width)
     with pytest.raises(RequestError, match="need an image, too, which is the first reference"):
-        source.jobs({"prompt": "sea", "references": references}, None, None, 0)
+        source.jobs({"prompt": "sea", "references": references}, None, None, None)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L", "P", "RGBA", "LA", "1", "CMYK", "I;16"])
@@ -116,12 +117,12 @@ def test_an_image_in_memory_counts_as_it_is_and_is_saved_once(tmp_path: Path) ->
     Image.new("RGB", (64, 32), "red").save(tmp_path / "turned.jpg", exif=exif)
     image = Image.open(tmp_path / "turned.jpg")
     twice = [{"image": image, "seed": seed} for seed in range(2)]
-    jobs = reader(tmp_path).jobs(twice, None, None, 0)
+    jobs = reader(tmp_path).jobs(twice, None, None, None)
     files = {job.made_from.media_file for job in jobs}
     assert [(file.width, file.height) for file in files if file] == [(64, 32)]
     same_name = [Image.open(tmp_path / "turned.jpg"), Image.new("RGB", (16, 16))]
     (tmp_path / "b").mkdir()
-    names = [job.made_from.name for job in reader(tmp_path / "b").jobs(same_name, None, None, 0)]
+    names = [job.made_from.name for job in reader(tmp_path / "b").jobs(same_name, None, None, None)]
     assert names == ["turned", "image"]
 
 
@@ -137,6 +138,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": Image.new("F", (64, 64))}, InputError, r"inputs\[0\] has 32-bit grey levels"),
     ({"prompts": "a cat"}, RequestError, "takes no prompt"),
     ({"inputs": [{"image": PHOTO}], "seeds": [1]}, RequestError, "each dict is one clip"),
+    ({"inputs": [{"image": PHOTO}], "seeds": 0}, RequestError, "each dict is one clip"),
     ({"seeds": [0, -1]}, RequestError, "`seed` must be 0 to"),
     ({"seeds": []}, RequestError, "got 0"),
     ({"inputs": [{"image": PHOTO, "seed": -1}]}, RequestError, r"inputs\[0\], seed"),

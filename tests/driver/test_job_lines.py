@@ -181,7 +181,7 @@ def test_a_file_has_its_kind_by_its_suffix(tmp_path: Path) -> None:
         ("jsonl", "7", "line 1: must be an object, got 7"),
         ("jsonl", "[" * 100_000, "line 1: is not JSON"),
         ("csv", "seed,seed\n1,2\n", "line 1, seed: has the column seed twice"),
-        ("csv", "seed\n1,2\n", "line 2: has 2 cells for 1 columns: '2' has no column"),
+        ("csv", "seed\n1,2\n", "line 2: has 2 cells for 1 column: '2' has no column"),
         ("csv", 'seed\n"1"2\n', "line 2: is not CSV"),
         ("yaml", "prompt: a cat\n", "line 1: must be a list of clips"),
         ("yaml", "- seed: 1\n  seed: 2\n", "line 1, seed: has the field seed twice"),

@@ -188,7 +188,7 @@ REFUSED: list[tuple[Any, type[Exception], str]] = [
     ([ClipRequest(seed=0, sampling=FIVE)], RequestError, "5 steps cannot be split evenly"),
 ]
 REFUSED_METADATA: list[tuple[Any, str]] = [
-    ([{}], "metadata must have one mapping for each of 2 clips, got 1"),
+    ([{}], "metadata must have one mapping for each clip: expected 2, got 1"),
     ([{}, {"input": object()}], "the clips cannot be sent to the ranks"),
 ]
 
@@ -337,7 +337,7 @@ def test_python_programs_ask_for_a_layout_by_name(
 
 def test_a_layout_by_name_refuses_what_it_chooses_and_needs_the_number_of_clips() -> None:
     balanced = config(4, steps=8, parallel=ParallelConfig(split="balanced"))
-    with pytest.raises(RequestError, match="`layout` auto chooses the layout: leave out `split`"):
+    with pytest.raises(RequestError, match="`layout` auto chooses `split`: leave it out"):
         Pipeline(balanced, layout="auto", num_clips=1)
     with pytest.raises(RequestError, match="auto needs the number of clips"):
         Pipeline(config(4, steps=8), layout="auto")

@@ -21,6 +21,7 @@ from svdpp.errors import (
     TransportError,
     error_to_dict,
 )
+from svdpp.launch.start_deadline import NO_FURTHER_THREAD
 from svdpp.plan.actions import Action, Kind
 from svdpp.plan.costs import CostModel
 from svdpp.worker.messages import (
@@ -289,11 +290,8 @@ def test_the_rank_that_is_the_cause_is_named_and_none_that_ended_because_of_it(
 @pytest.mark.parametrize(
     ("output", "words"),
     [
-        (
-            "libgomp: Thread creation failed: Resource temporarily unavailable",
-            "refused to start a thread",
-        ),
-        ("RuntimeError: can't start new thread", "refused to start a thread"),
+        ("libgomp: Thread creation failed: Resource temporarily unavailable", NO_FURTHER_THREAD),
+        ("RuntimeError: can't start new thread", NO_FURTHER_THREAD),
         ("MemoryError", "ended with exit code 1 without a report"),
         (None, "could not import your script"),
     ],
@@ -308,7 +306,7 @@ def test_a_rank_that_got_no_thread_says_so(output: str | None, words: str) -> No
     group.output_tail.return_value = output
     with pytest.raises(RankError, match=words) as ended:
         Supervisor(group, config(3, steps=6)).step()
-    assert ("ulimit -u" in ended.value.hint) is (words == "refused to start a thread")
+    assert ("ulimit -u" in ended.value.hint) is (words == NO_FURTHER_THREAD)
     assert ended.value.details["exit_code"] == 1
 
 

@@ -218,7 +218,7 @@ def test_draws_from_the_global_generator_are_refused(
     monkeypatch.setattr(
         model._pipe, "encode_prompt", lambda **options: (torch.rand(1), encode_prompt(**options))[1]
     )
-    with pytest.raises(ModelError, match="from torch's global generator"):
+    with pytest.raises(ModelError, match="from torch's global generator: clips are not repro"):
         model.encode({}, wan.request())
 
 

@@ -222,6 +222,16 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
             "use `world_size` 2, or use costs with one number for all ranks",
         ),
         (
+            {"costs": CostModel(step_seconds=(1.0,))},
+            "step_seconds has values for 1 rank, but the run has 8",
+            "use `world_size` 1, or costs with one number for all ranks",
+        ),
+        (
+            {"num_steps": 1, "world_size": 2},
+            "1 step cannot be split evenly over 2 ranks; the nearest step count that can is 2",
+            "use `num_inference_steps` 2, or `world_size` 1, or `split` alternating",
+        ),
+        (
             {"costs": CostModel(ranks_per_host=3)},
             "the number of ranks (8) is not a multiple of the number of ranks on each host (3)",
             "use `hosts` 3x3, or use another `world_size`",
@@ -413,7 +423,7 @@ def test_the_layout_fits_in_the_memory_of_each_rank() -> None:
     counts = {**WAN, "world_size": 4, "num_clips": 16}
     layout, reason = choose(**counts, memory_gib=(47.0, 36.0, 36.0, 36.5))
     assert layout.data_parallel_size == 1
-    assert "; 0 of 4 ranks hold both experts; " in reason
+    assert "; both experts are on 0 of 4 ranks; " in reason
     words = r"fits in the memory of the ranks \(36 to 47 GiB each\): the smallest layout needs 47"
     with pytest.raises(RequestError, match=words):
         choose(**counts, memory_gib=(36.0, 36.5, 47.0, 36.0))
@@ -492,3 +502,12 @@ def test_what_costs_do_not_tell_of_hosts_is_left_out_and_said() -> None:
     with pytest.raises(RequestError, match=r"between hosts \(rank 3 to rank 4\)") as caught:
         choose(costs=fitting, memory_gib=(11.0,) * 8)
     assert "`inter_host_transfer_seconds` SECONDS" in caught.value.hint
+
+
+def test_layouts_of_shared_experts_count_among_all_that_could_be_compared() -> None:
+    """With one rank on each host, all layouts but data parallel have transfers between hosts."""
+    hosts = replace(WAN["costs"], ranks_per_host=1)
+    options = {**WAN, "costs": hosts, "world_size": 4, "memory_gib": (80.0,) * 4}
+    layout, reason = choose(**options)
+    assert str(layout) == "data parallel"
+    assert "not compared: 12 of 13 layouts, because" in reason

@@ -93,7 +93,7 @@ def test_a_clip_from_text_has_the_bits_of_diffusers(wan: HttpServer, wan_folder:
         ({"decode_timestep": 0.1}, "decode_timestep is unknown"),
         ({"frames": 6}, "frames must be a multiple of 4 plus 1"),
         ({"flow_shift": 100}, "expert"),
-        ({"steps": 1}, "would run all 1 steps"),
+        ({"steps": 1}, "would run the only step"),
     ],
     ids=lambda value: str(value)[:40],
 )

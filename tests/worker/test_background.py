@@ -136,6 +136,30 @@ def test_others_go_first_while_a_photograph_is_prepared_early(paths: list[Path])
     reader.close()
 
 
+def test_an_early_image_that_cannot_be_prepared_has_no_time(paths: list[Path]) -> None:
+    """A failure has no seconds, and `close` cancels what has not begun without a report."""
+    seconds = queue.Queue[float | None]()
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(image: Image.Image, sampling: SamplingConfig) -> dict[str, torch.Tensor]:
+        has_begun.set()
+        assert may_end.wait(30)
+        return _first_pixel(image, sampling)
+
+    reader = ImageReader(slow, CPU)
+    first, second = (request for _, request in _requests(paths[:2]))
+    reader.prepare_early(replace(first, image="gone.png"), seconds.put)
+    assert seconds.get(timeout=30) is None
+    reader.prepare_early(first, seconds.put)
+    assert has_begun.wait(30)
+    reader.prepare_early(second, seconds.put)
+    reader.close()
+    may_end.set()
+    assert isinstance(seconds.get(timeout=30), float)
+    reader._early_thread.shutdown(wait=True)
+    assert seconds.empty()
+
+
 def test_a_photograph_that_was_changed_spoils_no_other(paths: list[Path]) -> None:
     reader = ImageReader(_first_pixel, CPU)
     first, (_, second) = _requests(paths[:2])

@@ -24,7 +24,16 @@ CONFIG = PipelineConfig(world_size=2, model=ModelConfig(name="dummy"), device="c
     [
         (AssertionError("Torch not compiled with CUDA enabled"), RequestError, "cuda:1 cannot be"),
         (RuntimeError("CUDA error: invalid device ordinal\nmore"), RequestError, "invalid device"),
-        (RuntimeError("CUDA error: out of memory\nmore"), OutOfMemoryError, "loading the model"),
+        (
+            torch.cuda.DeferredCudaCallError("CUDA call failed lazily at initialization"),
+            RequestError,
+            "cuda:1 cannot be used: CUDA call failed lazily",
+        ),
+        (
+            RuntimeError("CUDA error: out of memory\nmore"),
+            OutOfMemoryError,
+            "creating the CUDA context: CUDA error: out of memory",
+        ),
     ],
 )
 def test_a_device_that_cannot_be_taken(

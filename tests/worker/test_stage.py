@@ -16,11 +16,12 @@ import torch
 
 from svdpp.comm.packet import Packet
 from svdpp.config import ClipRequest, LatentSpec, OutputConfig, SvdSampling
-from svdpp.errors import InputError, ModelError
+from svdpp.errors import InputError, MismatchError, ModelError
 from svdpp.models.base import Tensors
 from svdpp.models.dummy import DummyModel
 from svdpp.plan.actions import Action, Kind
 from svdpp.worker import stage
+from svdpp.worker.background import LatentCheckpointWriter
 from svdpp.worker.denoising import Denoising
 from svdpp.worker.device import MemoryPressure
 from svdpp.worker.messages import ActionDone, ClipDropped, ClipJob, Event
@@ -83,6 +84,37 @@ def test_waits_after_the_last_work_are_not_the_next_runs(monkeypatch: pytest.Mon
     waits = [event.waited for event in clock.said if isinstance(event, ActionDone)]
     assert waits == [0.0] * 6
     assert clock.now == 100.0
+
+
+def test_a_wait_for_the_latent_checkpoint_is_a_wait_for_the_disk(tmp_path: Path) -> None:
+    clock = _FakeClock()
+    alone = _stage(clock, lambda _: False)
+    alone._transport = Mock()
+    checkpoints = LatentCheckpoints(tmp_path, {})
+    alone._context.checkpoint_writer = LatentCheckpointWriter(checkpoints, CPU, Mock())
+    actions = [Action.parse(text) for text in ("ENCODE c0 @0", "SEND c0 @0 >1", "ENCODE c1 @0")]
+    requests = ClipRequest(seed=0, latents_key="0" * 64), ClipRequest(seed=1)
+    alone.enqueue(actions, [ClipJob(clip=clip, request=each) for clip, each in enumerate(requests)])
+    for action in actions:
+        alone.run(action)
+    alone._context.checkpoint_writer.finish()
+    *_, last = (event for event in clock.said if isinstance(event, ActionDone))
+    assert last.waits.keys() == {"image", "send", "writer"}
+
+
+def test_a_packet_sent_after_another_step_is_named_with_both_steps() -> None:
+    clock = _FakeClock()
+    alone = _stage(clock, lambda _: False)
+    job = ClipJob(clip=3, request=ClipRequest(seed=0))
+    alone.enqueue([Action.parse("SEND c3 @1 >1")], [job])
+    clock.sent[1, "clips"] = [(3, 2)]
+    words = "packets from rank 0 to rank 1: next step of clip 3: sent 2, expected 1"
+    with pytest.raises(MismatchError, match=words) as caught:
+        alone.idle()
+    assert caught.value.details == {
+        **{"clip": 3, "step": 1, "from_rank": 0, "to_rank": 1},
+        **{"sent_next_step": 2, "expected_next_step": 1},
+    }
 
 
 def test_a_clip_cancelled_after_its_decode_leaves_nothing_behind() -> None:

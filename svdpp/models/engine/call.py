@@ -46,6 +46,9 @@ from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in,
 # are set to the states in the packet. So every local variable of `__call__` that depends on the
 # number of finished steps (indices, chunks, the latent) has the same value as on one device.
 
+#: Reason to refuse a pipeline, as a predicate of its name.
+DRAWS_GLOBALLY = "draws random numbers from torch's global generator: clips are not reproducible"
+
 
 class _Stop(Exception):
     """Exception that ends a pipeline's `__call__` at the end of the range of steps."""
@@ -134,9 +137,7 @@ class RangeCall:
         with self._patched(), suppress(_Stop):
             result = self.pipe(**arguments, **callback, return_dict=False)
         if records.tensors_differ(before, global_states(self._device)):
-            problem = (
-                "draws random numbers from torch's global generator: clips are not reproducible"
-            )
+            problem = DRAWS_GLOBALLY
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it does not run the requested number of steps"
         if problem:

@@ -46,9 +46,9 @@ from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
 from svdpp.config import LatentSpec
 from svdpp.config.families.spec import FamilySpec
-from svdpp.errors import ModelError
+from svdpp.errors import ModelError, pluralize
 from svdpp.models.base import DTYPES, LATENTS, AfterStep, Tensors
-from svdpp.models.engine.call import GuidanceBranches, global_states
+from svdpp.models.engine.call import DRAWS_GLOBALLY, GuidanceBranches, global_states
 from svdpp.models.engine.component_attributes import (
     Attributes,
     attributes_of,
@@ -180,7 +180,7 @@ class ModularCall:
         with self._hooked(), suppress(_Stop):
             result = self.pipe(**arguments)
         if tensors_differ(before, global_states(self._device)):
-            problem = "draws random numbers from torch's global generator: no two runs are equal"
+            problem = DRAWS_GLOBALLY
         elif self.end is not None and not self._structure:
             problem = f"ends before step {self.end}: it does not run the requested number of steps"
         if problem:
@@ -376,7 +376,7 @@ class ModularCall:
             block = type(self._block).__name__
             raise self._error(f"calls a denoiser in {block}, which is not a loop of blocks")
         if self.end is None:
-            raise self._error(f"runs more than the requested {self._steps} steps")
+            raise self._error(f"runs more than the requested {pluralize(self._steps, 'step')}")
         if self._steps == self.end:
             self._pack(
                 {"iteration": self._iteration - 1, "sub_block": self._sub_block - 1},
