@@ -376,16 +376,6 @@ def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     return f"did you mean {near[0]}?" if near else otherwise
 
 
-def pluralize(number: int, noun: str) -> str:
-    """Return a number with its noun, such as `1 clip` or `2 clips`.
-
-    Args:
-        number: Number of things.
-        noun: Noun in the singular; its plural must end in s.
-    """
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
 def describe_fault(fault: Mapping[str, Any]) -> str:
     """Return the text that users see for a validation error of pydantic.
 
