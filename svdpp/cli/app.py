@@ -131,7 +131,8 @@ def load_command(name: str) -> TyperCommand:
         name: One of `COMMANDS`.
 
     Returns:
-        Command of Typer; its help shows all options if they fit on a screen.
+        Command of Typer. If a command has few options, its `--help` shows all of them, like its
+        `--help-all`.
     """
     command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
     assert isinstance(command, TyperCommand), "a module has one command"

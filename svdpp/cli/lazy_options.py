@@ -98,8 +98,8 @@ def _options_to_parse(
     """Yield a command's arguments, and its options that the user or the environment gives."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
-    # Short options can be combined with values and each other, as in -ofile and -vq. So if any word
-    # begins with a single dash, all short options are parsed.
+    # Short options can be combined with values and each other, as in -ofile and -vq. So a word that
+    # begins with a single dash may contain any of them, and all are parsed.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
     for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)

@@ -75,8 +75,8 @@ class RunOptions(ServerRunOptions):
     def has_last_image(self) -> bool | None:
         """Whether the ranks must be able to make clips that end at a given last image.
 
-        None with `--jobs`: each line of the jobs file names its own last image. None means that the
-        ranks must be able to make such clips only if the model needs a last image.
+        None with `--jobs`, whose lines name their own last images. Then the ranks are prepared for
+        such clips only if the model always needs a last image.
         """
         return None if self.jobs is not None else self.last_image is not None
 

@@ -230,12 +230,12 @@ class WorkerGroup:
         return messages
 
     def exited(self) -> dict[int, int | None]:
-        """Return the exit codes of the ranks that have ended, by rank.
+        """Return the exit code of each rank that has ended.
 
         Returns:
-            Exit codes by rank. If a signal ended a rank, the code is minus the number of the
-            signal. Ranks that a launcher started have the code None; these ranks come first, in the
-            order in which their end was noticed.
+            Exit codes, with the rank as key. If a signal ended a rank, the code is minus the number
+            of the signal. The code of a rank that torchrun or Slurm started is unknown: None. These
+            ranks come first in the dict, in the order in which their end was noticed.
         """
         codes: dict[int, int | None] = dict.fromkeys(self._gone)
         for rank, worker in enumerate(self.workers):

@@ -211,10 +211,11 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank computes the final latent itself, as the second rank of the last pair.
+        """Whether a rank has the final latent without receiving it from the route's last rank.
 
-        If several ranks decode the clip, the route's last rank sends the final latent only to
-        ranks that do not have it yet.
+        Only the second rank of a CFG pair has: both ranks of the pair run the clip's last steps.
+        If several ranks decode the clip, the route's last rank sends the final latent to the
+        others.
 
         Args:
             rank: Any rank of the layout.

@@ -452,7 +452,7 @@ def _full_error(details: dict[str, Any]) -> ApiError:
     values = {"open": num_open, "limit": limit, "lines": lines}
     if lines > limit:
         has, most = pluralize(lines, "line"), pluralize(limit, "open clip")
-        text = f"the batch has {has}, but {scope} may have at most {most}"
+        text = f"the batch has {has}, a clip each, but {scope} may have at most {most}"
         return ApiError(422, "batch_too_large", text, "split the file", **values)
     text = (
         f"the {pluralize(lines, 'line')} of the batch and the {pluralize(num_open, 'open clip')} "

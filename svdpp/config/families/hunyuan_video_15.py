@@ -53,7 +53,7 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes that clips from an image may have, and that `max_sequence_length` is unused.
+    """Return two facts: sizes of clips from an image; no parameter `max_sequence_length`.
 
     The sizes are those to which the pipeline crops images. `image_sizes` describes them by two
     numbers; see `CheckedCheckpoint.image_sizes`.

@@ -51,7 +51,7 @@ def _check_sampling(_: object, sampling: Any) -> None:
     enough = not sampling.from_image or sampling.num_frames >= 17
     require(
         enough,
-        f"`num_frames` must be at least 17 from an image, got {sampling.num_frames}",
+        f"`num_frames` must be at least 17 for a clip from an image, got {sampling.num_frames}",
         frames=sampling.num_frames,
         lowest=17,
     )

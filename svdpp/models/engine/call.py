@@ -456,9 +456,11 @@ class GuidanceBranches:
             kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result for the pipeline. If `FamilySpec.branches` is `calls`, rank 2u + 1 gets zeros
-            from the first call, and the second call overwrites the zeros with the true result. When
-            the pipeline calls `scheduler.step`, both ranks have equal results.
+            Result for the pipeline. If the pipeline calls the denoiser once for each branch
+            (`FamilySpec.branches` is `calls`), the results are exchanged at the second call. Until
+            then the second rank of the pair has zeros as the result of the first call, which the
+            exchange overwrites in place. So both ranks have equal results when the pipeline calls
+            `scheduler.step`.
 
         Raises:
             ModelError: The step calls the denoiser more often than `FamilySpec.branches`

@@ -564,8 +564,9 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
-    # The interpolation depends on the image's size, so the tensor is as large as the image. Rows
-    # that are never written take no physical memory.
+    # `interpolate` finds the pixels to read from the image's size, so it gets a tensor as large as
+    # the image, in which only the pixels that it reads are set. Pages of memory that are never
+    # written take no physical memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
     rows, columns = (
         torch.cat([torch.arange(*span) for span in _spans(size)])
