@@ -364,6 +364,29 @@ def write_fields(text: str, names: Mapping[str, str]) -> str:
     return text
 
 
+# A hint is split only here, so proposals need no grammar; see the class `SvdppError`.
+_SEPARATOR = re.compile(r"(; |, or )")
+
+
+def filter_hint(hint: str, is_kept: Callable[[str], bool]) -> str:
+    """Return an error's hint without some of its proposals.
+
+    Args:
+        hint: Proposals, separated by "; " or ", or ", such as "use --steps 21, or use --gpus 3".
+        is_kept: Function that gets a proposal and returns whether it stays in the hint.
+
+    Returns:
+        Hint; empty if no proposal is left.
+    """
+    parts = _SEPARATOR.split(hint)
+    proposals, separators = parts[::2], ["", *parts[1::2]]
+    kept = ""
+    for separator, proposal in zip(separators, proposals, strict=True):
+        if is_kept(proposal):
+            kept += separator + proposal if kept else proposal
+    return kept
+
+
 def nearest(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Return a hint that proposes the known name most similar to a misspelt one.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# A hint is split only here, so proposals need no grammar; see the class `SvdppError`.
-_SEPARATOR = re.compile(r"(; |, or )")
+from svdpp.errors import filter_hint
+
 # Options behind the name of a program belong to that program, as in `svdpp plan --layout auto`.
 _PROGRAM = re.compile(r"\b(?:svdpp|hf|docker) ")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
@@ -16,18 +16,16 @@ def keep_available(hint: str, options: Collection[str]) -> str:
     """Return an error's hint without the proposals that name an option outside of `options`.
 
     Args:
-        hint: Proposals, separated by "; " or ", or ", such as "use --steps 21, or use --gpus 3".
+        hint: Proposals; see `filter_hint`.
         options: Names of options that may be proposed. Options of another command line at the end
             of a proposal, such as `svdpp plan --layout auto`, are always kept.
 
     Returns:
         Hint; empty if no proposal is left.
     """
-    parts = _SEPARATOR.split(hint)
-    proposals, separators = parts[::2], ["", *parts[1::2]]
-    kept = ""
-    for separator, proposal in zip(separators, proposals, strict=True):
+
+    def is_available(proposal: str) -> bool:
         own_part = _PROGRAM.split(proposal)[0]
-        if set(_OPTION.findall(own_part)) <= set(options):
-            kept += separator + proposal if kept else proposal
-    return kept
+        return set(_OPTION.findall(own_part)) <= set(options)
+
+    return filter_hint(hint, is_available)

@@ -31,6 +31,7 @@ from svdpp.errors import (
     SvdppError,
     describe_fault,
     fields_in,
+    filter_hint,
     redact,
     redact_all,
     without_folders,
@@ -547,14 +548,18 @@ def to_api_error(error: SvdppError) -> ApiError:
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
         details = {**details, **_find_field(error)}
-        # A hint about options of the server does not help a client, so it is dropped.
-        proposed = {_REQUEST_NAMES.get(name, name) for name in fields_in(error.hint)}
-        hint = hint if proposed <= _REQUEST_FIELDS and "--" not in hint else ""
+        hint = write_request_fields(without_folders(filter_hint(error.hint, _is_for_clients)))
     retry = _RETRY_SECONDS if status == 503 else None
     return ApiError(status, code, message, hint, retry=retry, **details)
 
 
 _REQUEST_FIELDS = FIELDS | {"height", "width"}
+
+
+def _is_for_clients(proposal: str) -> bool:
+    """Whether a proposal of a hint names only request fields, and no option of the server."""
+    fields = {_REQUEST_NAMES.get(name, name) for name in fields_in(proposal)}
+    return fields <= _REQUEST_FIELDS and "--" not in proposal
 
 
 def _find_field(error: SvdppError) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pytest
 from starlette.datastructures import FormData
 
 from svdpp.config import WanSampling
+from svdpp.errors import RequestError
 from svdpp.media.inputs import example_images
 from svdpp.serve.request_schema import Capabilities, parse_json, without_repetition
 from svdpp.serve.schemas import ApiError, params_to_json, to_api_error
@@ -49,6 +50,13 @@ def test_what_clients_of_vllm_omni_send_is_refused_with_the_nearest_value() -> N
         error = refusal(**{name: '{"a": 1}'})
         assert (error.status, error.details["faults"][0]["field"]) == (422, name)
         assert words in error.hint
+
+
+def test_a_hint_keeps_the_proposals_that_a_client_can_follow() -> None:
+    hint = "use `num_frames` 5, or use `world_size` 2, or use a smaller `height`; use --memory-opt"
+    error = to_api_error(RequestError("too large", hint))
+    assert error.hint == "use frames 5, or use a smaller height"
+    assert to_api_error(RequestError("too large", "use `world_size` 2")).hint == ""
 
 
 def test_frames_per_second_may_be_a_fraction() -> None:

@@ -55,8 +55,8 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
     """Return two facts: sizes of clips from an image; no parameter `max_sequence_length`.
 
-    The sizes are those to which the pipeline crops images. `image_sizes` describes them by two
-    numbers; see `CheckedCheckpoint.image_sizes`.
+    The sizes are those to which the pipeline crops images: their target and their unit, as in
+    `CheckedCheckpoint.image_sizes`.
     """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
