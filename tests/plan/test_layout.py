@@ -224,12 +224,12 @@ BOUNDARY = "`expert_boundary` must be 1 or more and less than the number of step
         (
             {"costs": CostModel(step_seconds=(1.0,))},
             "step_seconds has values for 1 rank, but the run has 8",
-            "use `world_size` 1, or costs with one number for all ranks",
+            "use `world_size` 1, or use costs with one number for all ranks",
         ),
         (
             {"num_steps": 1, "world_size": 2},
             "1 step cannot be split evenly over 2 ranks; the nearest step count that can is 2",
-            "use `num_inference_steps` 2, or `world_size` 1, or `split` alternating",
+            "use `num_inference_steps` 2, or use `world_size` 1, or use `split` alternating",
         ),
         (
             {"costs": CostModel(ranks_per_host=3)},
