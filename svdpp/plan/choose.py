@@ -166,7 +166,7 @@ class _Search:
         """Return a text that compares the chosen layout with the next best one."""
         rivals = [each for each in candidates if each is not best]
         if not rivals:
-            return "no other layout is possible"
+            return "no other layout was compared"
         clips = pluralize(self.num_clips, "clip")
         size = best.layout.cfg_parallel_size
         others = [each for each in rivals if each.layout.cfg_parallel_size != size]

@@ -461,7 +461,7 @@ BOTH = "{} s for a clip and {} s for {}, instead of {} s and {} s with {}"
         (  # 28 steps divide evenly into four stages of pairs, not into eight
             {"fixed": {"data_parallel_size": 1}, "num_steps": 28},
             "1 replica of 4 pairs, uniform",
-            "no other layout is possible",
+            "no other layout was compared",
         ),
         (
             {
