@@ -26,7 +26,7 @@ from svdpp.worker.tensor_files import solver_history
 class Denoising:
     """Execution of one DENOISE action, by this rank alone or with the other rank of a pair.
 
-    The two ranks 2u and 2u + 1 of a pair run the same steps. Each rank evaluates one branch of
+    Ranks 2u and 2u + 1 form pair u, and run the same steps. Each rank evaluates one branch of
     classifier-free guidance, and in each step the ranks exchange their predictions:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler

@@ -50,7 +50,7 @@ def run_secondary_rank(
 
     Args:
         entry: Entry point of the rank, such as `rank_main`.
-        argument: Second argument of `entry`.
+        argument: Second argument of `entry`, after the `LaunchContext`, such as a `RankSetup`.
         config: Configuration of the rendezvous. Only `config.world` differs between ranks.
         device: Name of the rank's device, for messages.
         observers: Callbacks that get (rank number, event) for each event that this rank reports.

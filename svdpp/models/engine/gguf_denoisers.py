@@ -63,7 +63,7 @@ def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor
     As in diffusers, a quantised tensor is a tensor of bytes with the attribute `quant_type`.
 
     Args:
-        module: Denoiser of diffusers, of which only the names and shapes of its weights are read.
+        module: Denoiser of diffusers. Only the names and shapes of its weights are read.
         file: Checked GGUF file.
 
     Raises:

@@ -143,9 +143,9 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor without a name is one that the packet lacks. All its
-            elements become NaN (0 for integers). It is expanded from one element, and takes the
-            memory of only this element.
+        node: Structure of the value. If a tensor in it has no name, the packet lacks the tensor.
+            All elements of this tensor become NaN (0 for integers). It is expanded from one
+            element, and takes only the memory of this element.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 
