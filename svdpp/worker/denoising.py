@@ -86,7 +86,8 @@ class Denoising:
             ClipCancelledError: The partner has dropped the clip.
         """
         context, clip = self._context, self._action.clip
-        pending = self._expected(step)  # the receive is posted before this rank's own evaluation
+        # Post the receive first, so that the prediction can arrive while this rank evaluates.
+        pending = self._expected(step)
         tensors = evaluate()
         self._packet.memory_pressure |= context.memory_pressure.has_occurred()
         self._send(step, tensors)

@@ -47,7 +47,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named("context", device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # it is a RuntimeError, so the next clause would replace it
+    except OutOfMemoryError:  # a RuntimeError, which the next clause would report as another error
         raise
     except (AssertionError, RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         raise RequestError(

@@ -1,10 +1,10 @@
 """Call of a pipeline's unmodified `__call__` that runs only a range of the denoising steps.
 
-The pipeline always loops over all timesteps. The rank that encodes records the results of the
-pipeline's methods and components until the denoiser's first call, and all other ranks replay these
-results. Steps before the range are phantom steps: denoisers return zeros, and `scheduler.step`
-returns the result that the earlier rank has sent. So the pipeline's own code rebuilds the variables
-of its loop. Ranks send only those attributes of a scheduler that `step` has changed.
+The pipeline always loops over all timesteps. The call that encodes records the results of the
+pipeline's methods and components until the denoiser's first call, and all later calls, on any rank,
+replay these results. Steps before the range are phantom steps: denoisers return zeros, and
+`scheduler.step` returns a result that an earlier rank has sent. So the pipeline's own code rebuilds
+the variables of its loop. Ranks send only those attributes of a scheduler that `step` has changed.
 
 A step consists of calls of denoisers, followed by calls of `scheduler.step`. Pipelines that make a
 clip in chunks have one loop for each chunk, and the step index counts through all loops.
@@ -46,7 +46,7 @@ from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in,
 # are set to the states in the packet. So every local variable of `__call__` that depends on the
 # number of finished steps (indices, chunks, the latent) has the same value as on one device.
 
-#: Error message after the name of the pipeline, such as `WanPipeline`.
+#: Error message without its subject, the name of the pipeline.
 DRAWS_GLOBALLY = "draws random numbers from torch's global generator: clips are not reproducible"
 
 

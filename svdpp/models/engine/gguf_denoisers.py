@@ -45,7 +45,7 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    # torch warns that the memory-mapped file is read-only.
+    # Hide torch's warning that the memory-mapped file is read-only.
     with warnings.catch_warnings(action="ignore"):
         return cls.from_single_file(
             str(file.path),

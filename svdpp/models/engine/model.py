@@ -568,8 +568,8 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
     # Put the blurred pixels at their places in a tensor of the image's size, because `interpolate`
-    # computes from this size which pixels it reads. All other pixels of these rows are NaN. All
-    # other rows are never written, so they take no physical memory.
+    # computes from this size which pixels it reads. The other pixels of these rows become NaN, so
+    # that a wrong read would be noticed. Rows that are never written take no physical memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
     rows, columns = (
         torch.cat([torch.arange(*span) for span in _spans(size)])

@@ -432,7 +432,8 @@ class Records:
     def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
         record = next((each for each in self._left if each["name"] == name), None)
         if record is None:
-            # Methods that return no tensors are not recorded but run again.
+            # The encode has not recorded this call, because it returns no tensor and draws no
+            # noise. Such methods run again.
             return real(*args, **kwargs)
         self._left.remove(record)
         if record["drew"] is not None:
