@@ -109,13 +109,12 @@ class ModularCall:
     after_step: AfterStep | None = None
     """Callback after each step of the call. If it raises an exception, the call ends."""
     branches: GuidanceBranches | None = None
-    """Division of the denoiser calls between two ranks, one guidance branch each. It is used for
-    pipelines in which one block runs whole steps; `shared` is used for all others. None: this rank
-    evaluates both branches, or `shared` is used."""
-    shared: SharedCalls | None = None
-    """Division of the denoiser calls between two ranks, which take turns. It is used for pipelines
-    whose blocks run only a part of a step. None: this rank makes all calls, or `branches` is
+    """Division of the denoiser calls between two ranks, one guidance branch each, for families
+    whose `FamilySpec.branches` is `calls`. None: this rank evaluates both branches, or `shared` is
     used."""
+    shared: SharedCalls | None = None
+    """Division of the denoiser calls between two ranks, which take turns, for families whose
+    `FamilySpec.branches` is `replay`. None: this rank makes all calls, or `branches` is used."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device

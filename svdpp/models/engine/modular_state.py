@@ -164,7 +164,9 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs a list, dict, array, generator or object of a library.
+        """Return a function that packs a list, dict, array, generator or library object.
+
+        The caller calls the function only if it has not packed the same value before.
 
         Args:
             value: Value to pack.
@@ -234,8 +236,8 @@ class StateUnpacker:
         components: Components of this rank's pipeline, by name.
         device: Device of this rank.
         zeros: Whether tensors that the packet describes without data become zeros. Otherwise all
-            their elements become NaN (0 for integers); they are expanded from one element, and
-            take only its memory.
+            their elements become NaN (0 for integers), expanded from one element, so that they
+            take almost no memory.
     """
 
     def __init__(

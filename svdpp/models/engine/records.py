@@ -144,8 +144,8 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
 
     Args:
         node: Structure of the value. If a tensor in it has no name, the packet lacks the tensor.
-            All elements of this tensor become NaN (0 for integers). It is expanded from one
-            element, and takes only the memory of this element.
+            All its elements then become NaN (0 for integers), expanded from one element, so that
+            it takes almost no memory.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 

@@ -84,7 +84,7 @@ class SharedCalls:
         return result
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return the result of a denoiser call in a block that `run` runs.
+        """Return the result of a denoiser call in a block that the method `run` runs.
 
         In the first run of the block, this rank computes the result of every other call, and
         returns zeros for the calls of the other rank. The second run returns the results of both
@@ -130,7 +130,7 @@ class SharedCalls:
         """Exchange all denoiser results with the pair's other rank; return them in order.
 
         Both ranks send the same number of results. If the number of calls is odd, the second rank
-        of the pair has one result less, and adds zeros.
+        of the pair has one result fewer, and adds zeros.
         """
         count = len(self._calls)
         rounds = (count + 1) // 2
