@@ -65,7 +65,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class SideStream:
-    """CUDA stream for the copies of one thread, which runs beside the stream that denoises."""
+    """CUDA stream for the copies of one thread, so that they overlap with denoising."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -152,9 +152,10 @@ def record_stream(tensor: torch.Tensor) -> None:
 
 
 class AsyncFlag:
-    """Time stamp and bool that the device's current stream records, and that are read later.
+    """Time stamp of the device, and optionally a bool tensor, whose values the host reads later.
 
-    Creating the object does not wait for the device.
+    The constructor only queues the time stamp and the copy of the bool to the host on the current
+    stream. It does not wait for the device; `wait` does.
 
     Args:
         device: Device whose current stream is used.

@@ -427,9 +427,9 @@ class ImageReader:
 
         Args:
             request: Request for the clip.
-            done: Callback that gets the seconds that the preparation took; None if it failed, for
-                which `take` raises the error. It is called in another thread, and not at all if
-                `close` cancels the preparation.
+            done: Callback at the end of the preparation. It gets the seconds that the preparation
+                took, or None if it failed; `take` then raises the error. Another thread calls it.
+                If `close` cancels the preparation, it is not called.
         """
 
         def call_done(future: Future[PreparedInput]) -> None:

@@ -26,7 +26,7 @@ from svdpp.worker.tensor_files import solver_history
 class Denoising:
     """Execution of one DENOISE action, by this rank alone or with the other rank of a pair.
 
-    The two ranks 2u and 2u + 1 of a pair run the same steps. Each rank evaluates one branch of
+    Ranks 2u and 2u + 1 form pair u, and run the same steps. Each rank evaluates one branch of
     classifier-free guidance, and in each step the ranks exchange their predictions:
 
         rank 2u      receive posted | evaluates branch 0 | sends | waits for branch 1 | scheduler
@@ -86,7 +86,8 @@ class Denoising:
             ClipCancelledError: The partner has dropped the clip.
         """
         context, clip = self._context, self._action.clip
-        pending = self._expected(step)  # the receive is posted before this rank's own evaluation
+        # Post the receive first, so that the prediction can arrive while this rank evaluates.
+        pending = self._expected(step)
         tensors = evaluate()
         self._packet.memory_pressure |= context.memory_pressure.has_occurred()
         self._send(step, tensors)

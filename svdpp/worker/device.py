@@ -47,7 +47,7 @@ def take_device(config: PipelineConfig, world: World) -> torch.device:
     try:
         with out_of_memory_named("context", device, world.rank):
             streams.use_device(device)
-    except OutOfMemoryError:  # it is a RuntimeError, so the next clause would replace it
+    except OutOfMemoryError:  # a RuntimeError, which the next clause would report as another error
         raise
     except (AssertionError, RuntimeError, torch.cuda.DeferredCudaCallError) as error:
         raise RequestError(
@@ -126,7 +126,8 @@ class MemoryPressure:
 
     If memory runs short, cuDNN silently falls back to a kernel with a smaller workspace, which
     changes the bits, and keeps this choice for all later calls with the same shapes. So after the
-    first shortage, all clips of the process may differ, even clips of a later pipeline.
+    first shortage, the bits of all clips of the process may differ from those of a run without a
+    shortage, even if a later pipeline makes the clips.
 
     Args:
         device: Device of the rank, on which the model has been loaded. On the CPU, nothing is
@@ -269,7 +270,7 @@ def _free_bytes(device: str) -> int:
 
 
 def apply_settings(*, num_threads: int, device: str, deterministic: bool = False) -> None:
-    """Set torch's settings (threads, determinism) on which bits depend.
+    """Set those settings of torch (threads, determinism) on which the bits of clips depend.
 
     Call this before any work on the device.
 

@@ -126,8 +126,8 @@ def run_rank(
     reporter.send(Finished(allocated_bytes=allocated, reserved_bytes=reserved))
     reporter.stop()
     wait_for_stop(launch.channel)
-    # A process that a launcher has started runs on after the rank has ended, so the process group
-    # is closed here.
+    # A process that a launcher such as torchrun has started runs on after this function, so the
+    # process group is closed here. All other processes of ranks end, which closes it, too.
     if launch.world.launcher is not None:
         process_group.destroy()
 
@@ -276,9 +276,9 @@ class ActionQueue(deque[Action]):
     steps. To use this time, the rank runs its own steps of clip c + 1 first: if the three actions
     have not begun, they are moved behind these steps.
 
-    The three actions are never moved behind the steps of clip c + 2 too, because this could cause a
-    deadlock when ranks get their lists at different times. Behind clip c + 1 alone, no deadlock is
-    possible: the three actions wait at most for steps of clip c + 1, and these steps wait at most
+    The three actions are never moved further, behind the steps of clip c + 2, because this could
+    cause a deadlock when ranks get their lists at different times. Behind the steps of clip c + 1,
+    no deadlock is possible: the three actions wait only for these steps, and these steps wait only
     for an earlier rank that decodes a part of clip c.
     """
 

@@ -1,7 +1,8 @@
 """Run of a secondary rank: a rank other than 0 that a launcher such as torchrun has started.
 
-A secondary rank connects to rank 0 and ends when rank 0 ends. The module is not part of `launch`,
-because it uses the event classes of `worker.messages`, and `launch` must not import `worker`.
+A secondary rank connects to rank 0 and ends when rank 0 ends. The module is not in the package
+`launch`, because it uses the event classes of `worker.messages`, and `launch` must not import
+`worker`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def run_secondary_rank(
 
     Args:
         entry: Entry point of the rank, such as `rank_main`.
-        argument: Second argument of `entry`.
+        argument: Second argument of `entry`, after the `LaunchContext`, such as a `RankSetup`.
         config: Configuration of the rendezvous. Only `config.world` differs between ranks.
         device: Name of the rank's device, for messages.
         observers: Callbacks that get (rank number, event) for each event that this rank reports.

@@ -77,9 +77,10 @@ class PipelineStage:
         # (clip, step) of each packet that this rank must send before it is idle again, by peer and
         # channel. `idle` compares them with the packets that were sent (`Transport.sent`).
         self._sends: dict[tuple[int, Channel], list[tuple[int, int]]] = defaultdict(list)
-        # Tensor shapes and dtypes of the first packet of each kind. Two packets are of the same
-        # kind if their clips agree in the sampling parameters, in the number of finished steps, in
-        # whether there is a prompt, and in whether there is a negative prompt.
+        # Tensor shapes and dtypes of the first packet of each kind, with which later packets of the
+        # kind are compared. Two packets are of the same kind if their clips agree in the sampling
+        # parameters, in the number of finished steps, in whether there is a prompt, and in whether
+        # there is a negative prompt.
         self._first_specs: dict[tuple[object, ...], Specs] = {}
         # Clips of which this rank decodes a part for another rank.
         self._helps: set[int] = set()
@@ -339,8 +340,8 @@ class PipelineStage:
         packet = self._wait_for_packet(action)
         self._recv(action)
         with self._waiting(action):
-            # The shape of the other part is derived from this rank's own part. If this rank has
-            # failed to decode its own part, the other part is received without a check.
+            # The expected shape of the received part is derived from the part that this rank has
+            # decoded. If that decode has failed, the part is received without a check.
             is_decoded = action.clip in self._parts
             whole = (lambda _: self._expected_part(action)) if is_decoded else None
             part = self._pending.pop(action.clip).wait(whole)
@@ -481,6 +482,9 @@ def _failures_of_clip(action: Action) -> Iterator[None]:
 
 def expected_like(name: str, spec: TensorSpec | None, first: TensorSpec) -> TensorSpec:
     """Return the spec that a packet's tensor must have, given the first packet of the same kind.
+
+    Packets are of the same kind if their clips agree in the sampling parameters, in the number of
+    finished steps, and in which of prompt and negative prompt they have.
 
     Results of the encode, and tensors in the state of a modular pipeline, depend on prompt and
     image. Their sizes may differ from the first packet, but not their dtype and number of

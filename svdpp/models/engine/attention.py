@@ -195,7 +195,9 @@ def attention_conditions(name: str, device: str, dtype: torch.dtype) -> dict[str
 
 
 def attention_hashes(name: str, device: str, dtype: torch.dtype) -> list[str]:
-    """Compute attention of the same inputs several times, and return a SHA-256 of each result.
+    """Run attention several times on the same random inputs; return a SHA-256 for each run.
+
+    If the backend is reproducible, all hashes are equal.
 
     Args:
         name: Checked name of the backend.

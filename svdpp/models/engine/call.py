@@ -1,10 +1,10 @@
 """Call of a pipeline's unmodified `__call__` that runs only a range of the denoising steps.
 
-The pipeline always loops over all timesteps. The rank that encodes records the results of the
-pipeline's methods and components until the denoiser's first call, and all other ranks replay these
-results. Steps before the range are phantom steps: denoisers return zeros, and `scheduler.step`
-returns the result that the earlier rank has sent. So the pipeline's own code rebuilds the variables
-of its loop. Ranks send only those attributes of a scheduler that `step` has changed.
+The pipeline always loops over all timesteps. The call that encodes records the results of the
+pipeline's methods and components until the denoiser's first call, and all later calls, on any rank,
+replay these results. Steps before the range are phantom steps: denoisers return zeros, and
+`scheduler.step` returns a result that an earlier rank has sent. So the pipeline's own code rebuilds
+the variables of its loop. Ranks send only those attributes of a scheduler that `step` has changed.
 
 A step consists of calls of denoisers, followed by calls of `scheduler.step`. Pipelines that make a
 clip in chunks have one loop for each chunk, and the step index counts through all loops.
@@ -46,7 +46,7 @@ from svdpp.models.engine.records import Node, Packer, patch_methods, tensors_in,
 # are set to the states in the packet. So every local variable of `__call__` that depends on the
 # number of finished steps (indices, chunks, the latent) has the same value as on one device.
 
-#: Reason to refuse a pipeline, as a predicate of its name.
+#: Error message without its subject, the name of the pipeline.
 DRAWS_GLOBALLY = "draws random numbers from torch's global generator: clips are not reproducible"
 
 
@@ -80,8 +80,8 @@ class RangeCall:
     def __post_init__(self) -> None:
         self._structure: Node = {}
         self._device = self.pipe._execution_device
-        # A bound method would refer to this object, and so keep the packet's memory alive after the
-        # call. `functools.partial` does not refer to this object.
+        # A bound method would refer to this `RangeCall`, and so keep the packet's memory alive
+        # after the call. `functools.partial` holds only the arguments that it gets here.
         self._unpacked = functools.partial(unpack, tensors=self.received, device=self._device)
         given = self.given["records"] if self.given else None
         self._records = records.Records(self.spec, self._unpacked, self.generator, given)
@@ -92,13 +92,14 @@ class RangeCall:
         self._schedulers: list[tuple[Any, dict[str, Any]]] = []
         self._states: list[dict[str, Any]] = []
         # One entry for each `scheduler.step` call of the current step: index of the scheduler,
-        # return value, and a copy of the return value, because the pipeline may change the original
-        # before it is packed (None if the value is not sent).
+        # return value, and a copy of the return value. The copy is needed because the pipeline may
+        # change the return value before `_packed_results` packs it. None instead of the copy: only
+        # the shapes of the return value go into the packet.
         self._results: list[tuple[int, Any, Any]] = []
         self._outputs: list[Any] = []
         self._zeros: dict[int, Any] = {}
-        # For each finished chunk of the clip: the results of the chunk's last step, one list for
-        # each scheduler.
+        # For each finished chunk of the clip: what `scheduler.step` returned in the chunk's last
+        # step, as structures, in one list for each scheduler.
         self._chunk, self._chunks = 0, list[list[list[Node]]]()
         self._packer = Packer()
 
@@ -182,11 +183,11 @@ class RangeCall:
         return self.end is not None and self._index == self.end - 1
 
     def _begin_step_or_stop(self) -> None:
-        """Begin a pipeline's next step, or after the range, pack the state and end the call.
+        """Begin a pipeline's next step; if it is after the range, pack the state and end the call.
 
-        A denoiser calls this method first. If `scheduler.step` has been called since the previous
-        call of a denoiser, the previous step is finished and a new one begins. Otherwise the call
-        belongs to the current step.
+        The replacement of a denoiser's `forward` calls this method first. If the pipeline has
+        called `scheduler.step` since the previous call of a denoiser, the previous step is finished
+        and a new one begins. Otherwise this call of a denoiser belongs to the current step.
 
         Raises:
             _Stop: The new step is after the range.
@@ -255,10 +256,10 @@ class RangeCall:
         return self._unpacked(chunks[min(self._chunk, len(chunks) - 1)][place][calls])
 
     def _finish_step(self) -> None:
-        """Call `after_step` after each step of the range, and pack the state after the last one.
+        """Call `after_step` if a step of the range has ended; pack the state after the last step.
 
-        The state is not packed in `step`, because a pipeline may change the scheduler after it has
-        called `scheduler.step`.
+        The method `step` does not pack the state, because a pipeline may change the scheduler after
+        it has called `scheduler.step`.
         """
         if not self._ran:
             return
@@ -316,8 +317,8 @@ class RangeCall:
         if self.given is None:
             recorded, step = self._records.packed(self._packer), None
         else:
-            # The latent is often also a result of `scheduler.step`. A tensor that is packed twice
-            # keeps its first name, so the latent is packed first.
+            # Pack the latent first. `scheduler.step` often returns the same tensor, and a tensor
+            # that is packed twice keeps its first name. The receiver expects the name `latents`.
             latents = self._packer.pack(self._reached(), LATENTS)
             step = {"latents": latents, **self._packed_step()}
             recorded = self._records.passed_on(self.received, self._packer.tensors)
@@ -352,7 +353,7 @@ class RangeCall:
             "generators": self._packer.pack([self.generator.get_state()], GENERATOR),
         }
 
-    # 4. Methods of pipeline, components and scheduler that are replaced while the call lasts.
+    # 4. Replacement of methods of the pipeline, its components and its scheduler during the call.
 
     @contextmanager
     def _patched(self) -> Iterator[None]:
@@ -379,8 +380,8 @@ class RangeCall:
         recorded = {
             name: self._records.wrapped(f"{part}.{name}", method) for name, method in methods
         }
-        # Pipelines cast components with `to` only to encode. Later calls replay the results of the
-        # encode, and do not run the component. They need no cast, so `to` becomes a no-op.
+        # Pipelines cast components with `to` only to encode. Calls after the encode replay its
+        # results, and do not run the component, so they need no cast: `to` becomes a no-op.
         if self.given is not None:
             recorded["to"] = lambda *_, **__: component
         return patch_methods(component, **recorded)
@@ -429,18 +430,19 @@ class GuidanceBranches:
                          has sent                      the zeros become what rank 2u has sent
         scheduler.step   equal arguments, equal result on both ranks
 
-    Rank 2u + 1 cannot start earlier, because the pipeline makes the second call only after the
-    first call has returned. In the first step with a latent of a new shape, rank 2u + 1 also
-    evaluates the first call, to learn the shape of the zeros.
+    The pipeline makes the second call only after the first call has returned. So rank 2u + 1
+    returns zeros from the first call, and both ranks evaluate at the same time. In the first step
+    with a latent of a new shape, rank 2u + 1 also evaluates the first call, to learn the shape of
+    the zeros.
     """
 
     spec: FamilySpec
     partner: Partner
     device: torch.device
     outputs: dict[torch.Size, Node]
-    """Structure (shapes and dtypes) of the denoiser's result, by the shape of the latent, the first
-    tensor among the denoiser's arguments. Rank 2u + 1 adds an entry in the first step with a latent
-    of this shape."""
+    """Structure (shapes and dtypes) of the denoiser's result, by the shape of the latent (the first
+    tensor among the denoiser's arguments). The second rank of the pair needs it to create zeros,
+    and adds an entry in the first step with a latent of a new shape."""
     _calls: int = 0
     _first: Any = None
 
@@ -456,11 +458,9 @@ class GuidanceBranches:
             kwargs: Keyword arguments of the pipeline's call of the denoiser.
 
         Returns:
-            Result for the pipeline. If the pipeline calls the denoiser once for each branch
-            (`FamilySpec.branches` is `calls`), the results are exchanged at the second call. Until
-            then the second rank of the pair has zeros as the result of the first call, which the
-            exchange overwrites in place. So both ranks have equal results when the pipeline calls
-            `scheduler.step`.
+            Result for the pipeline. If `FamilySpec.branches` is `calls`, the first call returns
+            zeros on the second rank of the pair, and the second call overwrites the zeros with the
+            true result. When the pipeline calls `scheduler.step`, both ranks have equal results.
 
         Raises:
             ModelError: The step calls the denoiser more often than `FamilySpec.branches`

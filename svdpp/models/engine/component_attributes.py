@@ -16,8 +16,8 @@ from svdpp.errors import ModelError
 from svdpp.models.engine.modular_state import NOT_STATE, StatePacker
 from svdpp.models.engine.records import is_unchanged, snapshot_attributes, tensors_in
 
-#: Attributes of a component: attribute values by name, for each module of the component by module
-#: name. The name "" is the component itself.
+#: Attributes of a component: a dict with an entry for each module of the component, by module name
+#: ("" is the component itself). The entry has the values of the module's attributes by name.
 Attributes = dict[str, dict[str, Any]]
 
 _HOOKS = frozenset(name for name in vars(torch.nn.Module()) if "hooks" in name)
@@ -51,7 +51,8 @@ def attributes_of(component: Any) -> Attributes:
 def snapshot_component(component: Any) -> Attributes:
     """Return a component's current attributes, with which `set_back_component` can restore it.
 
-    A guider changes some values in place, so its values are copied, except tensors.
+    A guider changes some values in place, so its values are copied. Its tensors are not copied,
+    because a copy of a tensor would later count as a changed attribute.
     """
     attributes = attributes_of(component)
     if isinstance(component, (torch.nn.Module, SchedulerMixin)):
@@ -94,8 +95,8 @@ def pack_changed_attributes(
         attributes: Current attributes of each component, by the component's name.
         before: Attributes of each component before the call.
         denoisers: Names of the denoisers. A denoiser's attribute of a type that cannot be sent is
-            left out, because it is a cache that the denoiser computes again. If the attribute were
-            state, tests that split a clip after each step would fail.
+            left out, because such an attribute is only a cache, which the denoiser computes again.
+            Tests that split a clip after each step would fail if it were more than a cache.
 
     Raises:
         ModelError: A component that is not a denoiser has a changed attribute of a type that cannot

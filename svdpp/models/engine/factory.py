@@ -25,7 +25,7 @@ def load_engine_model(
 
     Args:
         checkpoint: Checked checkpoint, with weights.
-        model: Model of the checkpoint.
+        model: Configuration of the checkpoint's model, such as its dtype and attention backend.
         sampling: Resolved sampling parameters.
         device: Device of the rank, such as `cuda:1`.
         roles: Roles of the rank.

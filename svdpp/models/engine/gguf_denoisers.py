@@ -45,7 +45,7 @@ def load_denoiser(folder: Path, file: DenoiserFile, cls: Any, dtype: torch.dtype
     with torch.device("meta"):
         module = cls.from_config(cls.load_config(folder / file.part, local_files_only=True))
     converted_tensors(module, file)
-    # torch warns that the memory-mapped file is read-only.
+    # Hide torch's warning that the memory-mapped file is read-only.
     with warnings.catch_warnings(action="ignore"):
         return cls.from_single_file(
             str(file.path),
@@ -63,7 +63,7 @@ def converted_tensors(module: Any, file: DenoiserFile) -> dict[str, torch.Tensor
     As in diffusers, a quantised tensor is a tensor of bytes with the attribute `quant_type`.
 
     Args:
-        module: Denoiser of diffusers, of which only the names and shapes of its weights are read.
+        module: Denoiser of diffusers. Only the names and shapes of its weights are read.
         file: Checked GGUF file.
 
     Raises:

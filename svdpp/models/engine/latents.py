@@ -15,8 +15,10 @@ from svdpp.config.families.spec import FamilySpec
 from svdpp.config.pipeline import Dtype
 from svdpp.models.checkpoint import Checkpoint
 
-# Names that pipelines use for the attributes with the VAE's compression factors: pixels of a side
-# (spatial) and frames (temporal) for each position of the latent.
+# Names of the attributes in which pipelines store the VAE's compression factors; the first one that
+# a pipeline has is used. The spatial factor is the number of pixels for each latent position along
+# height and width, such as 8. The temporal factor is the number of frames for each latent position
+# along time, such as 4.
 _SPATIAL = (
     "canvas_multiple",
     *("vae_scale_factor_spatial", "vae_spatial_compression_ratio", "vae_spatial_scale_factor"),
@@ -81,5 +83,5 @@ def _shape(pipe: Any, spec: FamilySpec, sampling: Any, step: int, axes: str) -> 
 
 
 def _first(pipe: Any, names: tuple[str, ...]) -> int:
-    """Return the value of the first attribute in `names` that a pipeline has, or 1."""
+    """Return the value of the first attribute in `names` that a pipeline has; 1 if it has none."""
     return next((int(getattr(pipe, name)) for name in names if hasattr(pipe, name)), 1)

@@ -60,7 +60,8 @@ def silence_libraries() -> None:
     for library in (diffusers, transformers):
         library.utils.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
-    # Modular pipelines log every exception of a block with its traceback before they raise it.
+    # If a block of a modular pipeline raises an exception, diffusers logs it with a traceback. Hide
+    # this log, because svdpp reports the exception itself.
     logging.getLogger("diffusers.modular_pipelines.modular_pipeline").setLevel(logging.CRITICAL)
     # The default lock of tqdm contains a semaphore. If a signal killed a rank, the semaphore would
     # stay in /dev/shm.
@@ -111,7 +112,7 @@ def load_pipeline(
 
     Args:
         checkpoint: Checked checkpoint, with weights.
-        model: Model of the checkpoint.
+        model: Configuration of the checkpoint's model, such as its dtype and attention backend.
         sampling: Resolved sampling parameters.
         roles: Roles of the rank.
         device: Device of the rank.
@@ -225,8 +226,8 @@ def apply_memory_options(
         part: Name of the component.
         module: Component, which is changed. With `channels_last`, weights of Conv2d become NHWC,
             and weights of Conv3d NDHWC.
-        model: Model with the three options. If the family's VAE can only decode in tiles, tiling is
-            always enabled.
+        model: Configuration of the model, with the three options. If the family's VAE can only
+            decode in tiles, tiling is always enabled.
     """
     if part == "vae" and (model.vae_tiling or checkpoint.spec.needs_vae_tiling):
         module.enable_tiling()
@@ -244,7 +245,10 @@ def apply_memory_options(
 
 @functools.cache
 def _on_device(cls: Any, device: str) -> Any:
-    """Return a subclass of a pipeline or module class whose property `device` is `device`."""
+    """Return a subclass of a pipeline or module class, whose property `device` is always `device`.
+
+    The original property may return the meta device, on which skeletons have their weights.
+    """
     place = property(lambda _: torch.device(device))
     attributes = {"device": place, "_execution_device": place, "__module__": cls.__module__}
     return type(cls.__name__, (cls,), attributes)
@@ -376,7 +380,7 @@ def _weight_bytes(checkpoint: Checkpoint, part: str, dtype: torch.dtype) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, or the available memory of this machine, in bytes."""
+    """Return the free memory of a GPU in bytes; for the CPU, the machine's available memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
@@ -390,7 +394,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
             transformers themselves would only warn.
     """
     # With `ignore_mismatched_sizes`, transformers does not raise an error for weights of a wrong
-    # shape, but lists them in `info`, which is checked below.
+    # shape, but lists them in `info`, which is checked below. With `low_cpu_mem_usage`, diffusers
+    # creates the module on the meta device, so weights that it could not load stay there.
     own = "low_cpu_mem_usage" if _is_diffusers(cls) else "ignore_mismatched_sizes"
     module, info = cls.from_pretrained(
         checkpoint.component_folder(part).path,
@@ -401,8 +406,8 @@ def _from_pretrained(checkpoint: Checkpoint, part: str, cls: Any, dtype: torch.d
         output_loading_info=True,
         **{own: True},
     )
-    # If a shard is missing, diffusers does not list the shard's weights as missing, but leaves them
-    # on the meta device.
+    # If a shard is missing, diffusers does not list the shard's weights as missing. They are still
+    # on the meta device, so add them to the list.
     absent = [name for name, parameter in module.named_parameters() if parameter.is_meta]
     info["missing_keys"] = {*info["missing_keys"], *absent}
     for problem in ("missing", "unexpected", "mismatched"):

@@ -33,17 +33,19 @@ from svdpp.models.lora_files import (
     ignored_tensors,
 )
 
-#: Key of a loaded adapter: the LoRA with its weight set to 1, and a number, which is usually 0. If
-#: the model and the clip together name one LoRA several times, the numbers are 0, 1, and so on.
+#: Key of a loaded adapter: the LoRA, and a number, which is usually 0. If the model and the clip
+#: together name one LoRA several times, the numbers are 0, 1, and so on. The weight of the LoRA in
+#: the key is always 1, because one adapter serves clips that use the LoRA with different weights.
 _Key = tuple[Lora, int]
 
 
 class PipelineLoras:
     """LoRAs of one loaded pipeline: the model's LoRAs, and the LoRAs of the current clip.
 
-    LoRAs of earlier clips stay loaded while a denoiser has at most `CLIP_LORAS_KEPT` LoRAs of
-    clips, including those of the current clip. Skeletons (denoisers without weights, because other
-    ranks run them) get no LoRAs.
+    LoRAs of earlier clips stay loaded, because later clips may use them again. If a denoiser has
+    more than `CLIP_LORAS_KEPT` LoRAs of clips, those that the current clip does not use are
+    unloaded, oldest first. Skeletons (denoisers without weights, because other ranks run them) get
+    no LoRAs.
 
     Args:
         pipe: Pipeline of diffusers, whose denoisers may be skeletons.
@@ -229,8 +231,8 @@ class _Traced(torch.Tensor):
     """Names of the tensors in the file from which this tensor was computed."""
     read: set[str]
     """Names of the tensors in the file that diffusers has read as Python numbers, such as `alpha`.
-    These tensors count as used, although no converted tensor names them in `sources`. All tensors
-    of the file share this set."""
+    Numbers have no `sources`, so this set shows that diffusers has used these tensors. All tensors
+    of the file share one set."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -284,7 +286,7 @@ def _converted(
 
 
 def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -> None:
-    """Check that a LoRA's factors fit the shapes of the weights that they change.
+    """Check that a LoRA's factors A and B fit the shapes of the weights that they change.
 
     Raises:
         ModelError: A factor has a shape that does not fit.
@@ -318,7 +320,7 @@ def _check_shapes(denoiser: Any, given: Mapping[str, _Traced], file: LoraFile) -
 
 
 def _check_places(denoiser: Any, given: Mapping[str, _Traced], ignored: frozenset[str]) -> None:
-    """Check that each factor of a LoRA belongs to a module of the denoiser.
+    """Check that each factor (A or B) of a LoRA belongs to a module of the denoiser.
 
     Raises:
         ModelError: The denoiser lacks the module, or no factor is for this denoiser.

@@ -43,7 +43,7 @@ class _TilesDecoded(Exception):
 
 
 class EngineModel:
-    """Loaded model of one rank: encode, steps and decode of clips with equal sampling parameters.
+    """Loaded model of one rank. It encodes, denoises and decodes clips with equal parameters.
 
     Families with modular pipelines use the subclass `ModularModel`.
     """
@@ -102,12 +102,14 @@ class EngineModel:
         return latent_spec(self._pipe, self._checkpoint, self._sampling, self._dtype, step)
 
     def tensor_specs(self, tensors: Tensors) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype, by name, of all tensors that a packet must have.
+        """Return shape and dtype, by name, of all tensors that a received packet must have.
+
+        The tensor `structure` of the packet lists all other tensors. If the packet lacks it, the
+        result lists the packet's tensors and a `structure`, so that the caller, which compares the
+        result with the packet, finds that the structure is missing.
 
         Args:
-            tensors: Tensors of the packet. One of them is the structure, which lists all others. If
-                the structure is missing, the result lists `tensors` and a structure of 0 bytes, so
-                that the caller finds that the packet lacks the structure.
+            tensors: Tensors of the received packet.
 
         Raises:
             ValueError: The structure cannot be read.
@@ -453,8 +455,8 @@ def blank_input(sampling: Any, *, whole: bool = False) -> ModelInput | None:
 
     Args:
         sampling: Resolved sampling parameters.
-        whole: Whether videos have their real size and number of frames. Otherwise videos are as
-            small as the pipelines accept.
+        whole: Whether videos have their real size and number of frames. Otherwise videos have as
+            few frames or pixels as the pipelines accept. Images always have the clip's size.
     """
     if not sampling.from_image:
         return None
@@ -508,10 +510,11 @@ def to_audio(
 # --- resize of the input image of SVD, before the encode -----------------------------------------
 #
 # diffusers' `_resize_with_antialiasing` blurs the whole image, which takes 9 GiB for 50 megapixels,
-# and then interpolates. For each of the 224 rows and columns of the result, the interpolation reads
-# only four rows and columns of the image. The functions below blur only the rows and columns that
-# are read, one band of rows at a time. The result is bitwise equal to that of diffusers, because
-# the same convolution computes each pixel, in the same order.
+# and then resizes it to 224 x 224 pixels by bicubic interpolation. For each of the 224 rows and
+# columns of the result, the interpolation reads only four rows and columns of the blurred image. So
+# the functions below blur only the rows and columns that are read, one band of rows at a time. The
+# result is bitwise equal to that of diffusers, because the same convolution computes each pixel, in
+# the same order.
 
 _CLIP_PIXELS, _VAE_PIXELS = "clip_pixels", "vae_pixels"
 _SIDE = 224
@@ -564,9 +567,9 @@ def resize_for_clip(image: Image.Image) -> torch.Tensor:
     tops = range(0, image.height, _BAND_ROWS)
     across = torch.cat([_blurred(_pixels(image, top), _WIDTH) for top in tops], dim=_HEIGHT)
     down = _blurred(across, _HEIGHT)
-    # `interpolate` finds the pixels to read from the image's size, so it gets a tensor as large as
-    # the image, in which only the pixels that it reads are set. Pages of memory that are never
-    # written take no physical memory.
+    # Put the blurred pixels at their places in a tensor of the image's size, because `interpolate`
+    # computes from this size which pixels it reads. The other pixels of these rows become NaN, so
+    # that a wrong read would be noticed. Rows that are never written take no physical memory.
     whole = torch.empty(1, _CHANNELS, image.height, image.width)
     rows, columns = (
         torch.cat([torch.arange(*span) for span in _spans(size)])
@@ -584,7 +587,7 @@ def _pixels(image: Image.Image, top: int) -> torch.Tensor:
 
 
 def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
-    """Blur an image for CLIP along one dimension, only where the interpolation reads pixels."""
+    """Blur an image along one dimension, only at positions that the resize for CLIP reads later."""
     # Imported here, because other families do not need the module, and because `silence_libraries`
     # must run before the import.
     from diffusers.pipelines.stable_video_diffusion import pipeline_stable_video_diffusion as svd
@@ -608,7 +611,10 @@ def _blurred(pixels: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _spans(size: int) -> list[tuple[int, int]]:
-    """Return the positions along an image's side that the interpolation for CLIP reads.
+    """Return the positions along an image's side that the bicubic resize for CLIP reads.
+
+    Args:
+        size: Length of the side in pixels.
 
     Returns:
         Ranges (start, stop) in order, with gaps between them. `stop` is exclusive.

@@ -45,7 +45,7 @@ def leaf_blocks(block: Any, around: tuple[Any, ...] = ()) -> list[tuple[Any, tup
 
 
 def repeats_blocks(block: Any) -> bool:
-    """Whether a modular pipeline's block has its own code to run sub-blocks, maybe repeatedly."""
+    """Whether a modular pipeline's block has its own `__call__`, which may repeat sub-blocks."""
     own = type(block).__call__ is not SequentialPipelineBlocks.__call__
     return isinstance(block, SequentialPipelineBlocks) and own
 

@@ -109,11 +109,12 @@ class ModularCall:
     after_step: AfterStep | None = None
     """Callback after each step of the call. If it raises an exception, the call ends."""
     branches: GuidanceBranches | None = None
-    """Division of the denoiser calls between two ranks, one guidance branch each, for blocks that
-    run whole steps. None: this rank evaluates both branches, or `shared` is used."""
+    """Division of the denoiser calls between two ranks, one guidance branch each, for families
+    whose `FamilySpec.branches` is `calls`. None: this rank evaluates both branches, or `shared` is
+    used."""
     shared: SharedCalls | None = None
-    """Division of the denoiser calls between two ranks, which take turns, for blocks that run only
-    a part of a step. None: this rank makes all calls, or `branches` is used."""
+    """Division of the denoiser calls between two ranks, which take turns, for families whose
+    `FamilySpec.branches` is `replay`. None: this rank makes all calls, or `branches` is used."""
 
     def __post_init__(self) -> None:
         self._device = self.pipe._execution_device
@@ -605,7 +606,7 @@ class ModularCall:
         ):
             generator.set_state(state)
 
-    # 5. The pipeline, its blocks and its components, while the call lasts.
+    # 5. Changes to the pipeline, its blocks and its components during the call.
 
     @contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -621,8 +622,8 @@ class ModularCall:
             )
         }
         self._denoisers = {name: own[name] for name in self.spec.denoisers if name in own}
-        # Copies of the schedulers and guiders for this call. Denoisers are not copied; their
-        # attributes are reset after the call.
+        # Use copies of the schedulers and guiders in this call, because steps change them.
+        # Denoisers are not copied: their attributes are reset after the call.
         self._parts = {
             name: each if name in self._denoisers else copy.deepcopy(each)
             for name, each in own.items()

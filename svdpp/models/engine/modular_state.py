@@ -164,7 +164,17 @@ class StatePacker(Packer):
     def _structure_of(
         self, value: Any, part: Callable[[Any, object], Node]
     ) -> Callable[[], Node] | None:
-        """Return a function that packs a value of a known class; None for all other values."""
+        """Return a function that packs a list, dict, array, generator or library object.
+
+        The caller calls the function only if it has not packed the same value before.
+
+        Args:
+            value: Value to pack.
+            part: Function that packs a part of the value, given the part and its name or index.
+
+        Returns:
+            Function that returns the structure of the value; None for values of other classes.
+        """
         kind = type(value)
         if isinstance(value, torch.Generator):
             is_host = value.device.type == "cpu"
@@ -226,8 +236,8 @@ class StateUnpacker:
         components: Components of this rank's pipeline, by name.
         device: Device of this rank.
         zeros: Whether tensors that the packet describes without data become zeros. Otherwise all
-            their elements become NaN (0 for integers). Such a tensor is expanded from one element,
-            and takes the memory of only this element.
+            their elements become NaN (0 for integers), expanded from one element, so that they
+            take almost no memory.
     """
 
     def __init__(

@@ -143,9 +143,9 @@ def unpack(node: Node, tensors: Tensors, device: torch.device) -> Any:
     """Rebuild a value from its structure, with copies of the packet's tensors.
 
     Args:
-        node: Structure of the value. A tensor without a name is one that the packet lacks. All its
-            elements become NaN (0 for integers). It is expanded from one element, and takes the
-            memory of only this element.
+        node: Structure of the value. If a tensor in it has no name, the packet lacks the tensor.
+            All its elements then become NaN (0 for integers), expanded from one element, so that
+            it takes almost no memory.
         tensors: Tensors of the packet, by name.
         device: Device of tensors that the packet lacks.
 
@@ -432,7 +432,8 @@ class Records:
     def _replay(self, name: str, real: Any, args: Any, kwargs: Any) -> Any:
         record = next((each for each in self._left if each["name"] == name), None)
         if record is None:
-            # Methods that return no tensors are not recorded but run again.
+            # The encode has not recorded this call, because it returns no tensor and draws no
+            # noise. Such methods run again.
             return real(*args, **kwargs)
         self._left.remove(record)
         if record["drew"] is not None:

@@ -21,7 +21,7 @@ LEAVE_OUT = "leave `cfg_parallel` out"
 
 @dataclass(eq=False)
 class SharedCalls:
-    """Division of a step's denoiser calls: each rank of a pair evaluates every second call.
+    """Division of a step's denoiser calls: the two ranks of a pair take turns.
 
     A block of a modular pipeline calls the denoiser in a loop over the branches of the guidance,
     and combines the results after the last call. Both ranks of pair u, ranks 2u and 2u + 1, run the
@@ -50,12 +50,14 @@ class SharedCalls:
     the same for all calls. The list is empty until this process has called the denoiser once."""
     _calls: list[_Call] = field(default_factory=list)
     _own: list[Any] = field(default_factory=list)
-    # Results of all calls, for the second run. None: the block runs for the first time.
+    # Results of all calls, which the second run of the block returns. None during the first run.
     _results: list[Any] | None = None
     _repeated: int = 0
 
     def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
-        """Run a block whose denoiser calls two ranks share: twice, or once if it calls no denoiser.
+        """Run a block of a modular pipeline twice, and divide its denoiser calls between two ranks.
+
+        If the block calls no denoiser, it runs only once.
 
         Args:
             step: Index of the current step.
@@ -82,7 +84,11 @@ class SharedCalls:
         return result
 
     def evaluate(self, step: int, real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Return a shared denoiser call's result: computed, zeros, or known from the first run.
+        """Return the result of a denoiser call in a block that the method `run` runs.
+
+        In the first run of the block, this rank computes the result of every other call, and
+        returns zeros for the calls of the other rank. The second run returns the results of both
+        ranks.
 
         Args:
             step: Index of the current step.
@@ -123,8 +129,8 @@ class SharedCalls:
     def _exchange(self, step: int) -> list[Any]:
         """Exchange all denoiser results with the pair's other rank; return them in order.
 
-        Both ranks send the same number of results. If the number of calls is odd, rank 2u + 1 adds
-        zeros.
+        Both ranks send the same number of results. If the number of calls is odd, the second rank
+        of the pair has one result fewer, and adds zeros.
         """
         count = len(self._calls)
         rounds = (count + 1) // 2

@@ -140,8 +140,8 @@ def tile_specs(
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of the tiles that another rank decodes, by tile name.
 
-    All shapes follow from the first tile: the decode enlarges the height and width of each tile by
-    the same factors, and no tile has more frames than the first one.
+    The shapes are computed from the first decoded tile: the decode enlarges the height and width of
+    all tiles by the same factors, and no tile has more frames than the first one.
 
     Args:
         shapes: Shapes of the latents of all tiles of the clip.
