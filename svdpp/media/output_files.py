@@ -77,8 +77,9 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
 
     Args:
         folder: Folder of the files.
-        clip: Name of a clip, to exclude processes that lock the same clip or the whole folder.
-            Empty: exclude every process that locks the folder or a clip in it.
+        clip: Name of the clip to lock. Other processes can lock other clips of the folder
+            meanwhile, but not this clip or the whole folder. Empty: the whole folder is locked, and
+            no other process can lock the folder or a clip in it.
 
     Yields:
         Reason why the file system cannot lock; "" if it can.
