@@ -127,9 +127,8 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
     Args:
         files: Images or videos of the clips.
-        sampling: Sampling parameters of the clips. Images are stretched or cropped without the
-            user's request only if `fit` is `stretch`, which leaves the resize to diffusers'
-            pipeline.
+        sampling: Sampling parameters of the clips. Remarks on stretched or cropped images are
+            returned only if `fit` is `stretch`, which leaves the resize to diffusers' pipeline.
     """
     files = list(dict.fromkeys(files))
     remarks = []

@@ -22,8 +22,9 @@ _MAX_BOXES = 10_000
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
     """Find boxes of an mp4 that change how players show it; yield a clause for each fault.
 
-    The reference is the mp4 of the same clip, which was computed again. A fault is a box that the
-    reference lacks, or a `colr` box (colours) whose content differs from the reference's.
+    The reference is an mp4 of the same clip, which svdpp has computed again for the check. A fault
+    is a box that the reference lacks, or a `colr` box (colours) whose content differs from the
+    reference's.
 
     Args:
         ours: Path of the mp4 to check.

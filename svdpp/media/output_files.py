@@ -339,7 +339,7 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Before the file was locked here, another run may have removed it, and its writer may have
-        # created it again.
+        # created it again. Then the file that now has this name is in use, and must stay.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             remove(path)
     finally:

@@ -157,7 +157,7 @@ _SAME_SOUND_SECONDS = 0.1
 
 
 def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
-    """Compare the streams of two files; yield a clause for each difference that viewers can notice.
+    """Compare the streams of two files; yield a clause for each difference that affects players.
 
     Args:
         ours: Streams of the file to check.

@@ -55,7 +55,7 @@ _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # maximum time of an encode, plus one second for each frame
+_WRITE_SECONDS = 60.0  # limit for an encode; each frame adds one second
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 _AAC_BLOCK = 1024  # samples in one block of AAC
 

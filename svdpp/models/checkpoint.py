@@ -81,9 +81,9 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Components whose files are not simply in `folder/NAME`: those in another place, such as
-    another repository, and those for which a modular pipeline's index names a variant, such as
-    fp16. All other components are in `folder/NAME`."""
+    """Folders of those components whose files are not simply in `folder/NAME`: components in
+    another place, such as another repository, and components for which a modular pipeline's index
+    names a variant, such as fp16. All other components are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
@@ -179,10 +179,10 @@ class Checkpoint:
 
     @property
     def external_components(self) -> dict[str, str]:
-        """Repository and commit of each component that comes from a repository of its own.
+        """Repository and commit of each component that comes from another repository.
 
         The keys are component names, and the values are texts such as `OWNER/NAME@COMMIT`.
-        Components in the checkpoint's folder or repository are left out.
+        Components in the checkpoint's own folder or repository are left out.
         """
         return {
             each.part: f"{each.repository}@{snapshot_commit(each.root)}"
@@ -191,7 +191,9 @@ class Checkpoint:
         }
 
     def component_folder(self, part: str) -> ComponentFolder:
-        """Return the folder of one component, which may be in another repository than the rest.
+        """Return the folder with the files of one component.
+
+        The folder is in the checkpoint's own folder, or in the snapshot of another repository.
 
         Args:
             part: Name of the component.
@@ -551,8 +553,8 @@ def _located(model: ModelConfig) -> Iterator[Path | None]:
     except ModelError as error:
         hint = "copy or download the folder again, or use `model` demo"
         if local is None:
-            # The hint's command downloads only the damaged file, because a whole model can have up
-            # to 126 GB.
+            # The hint's command downloads only the damaged file, because a whole model can be up to
+            # 126 GB.
             file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"

@@ -65,9 +65,9 @@ _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
 )
-# Largest allowed value of each config key that determines memory use; the first matching pattern
-# applies. The limits are far above the values of real models: Wan 2.2 A14B has 40 layers, LTX-2
-# text embeddings of size 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
+# Largest allowed values of config keys that determine memory use. They are well above the values of
+# real models: for example, Wan 2.2 A14B has 40 layers, LTX-2 text embeddings of size 3840, Gemma 3
+# a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
     (re.compile(r"image_size|patch_size"), 2**13),
@@ -215,11 +215,10 @@ class Configs:
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
         """Return the numbers of pixels of which a clip's height and width must be multiples.
 
-        Each number is the least common multiple of the family's number and the number of pixels
-        that the checkpoint's VAE compresses to one latent pixel. The method also checks that the
-        VAE's compression in time fits the numbers of frames that the family allows. If a size or a
-        number of frames did not fit the VAE, diffusers would round it down, and the clip would be
-        smaller or shorter than requested.
+        Each number is the least common multiple of the family's number and the compression factor
+        of the checkpoint's VAE. The method also checks that the VAE's compression in time fits the
+        numbers of frames that the family allows. If a size or a number of frames did not fit the
+        VAE, diffusers would round it down, and the clip would be smaller or shorter than requested.
 
         Args:
             size_multiple: Numbers of pixels of which the height and the width of all clips of the

@@ -202,7 +202,7 @@ def _skip_values(reader: _Reader, count: int) -> int:
     """Skip the `count` metadata entries of a GGUF header, but read the alignment from them.
 
     Returns:
-        Number of bytes of which the offset of each tensor's data is a multiple; 32 by default.
+        Alignment in bytes: the offset of each tensor's data is a multiple of it. 32 by default.
     """
     alignment, keys = 32, set()
     for _ in range(count):

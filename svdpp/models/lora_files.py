@@ -26,10 +26,10 @@ _LORA_FILE = "pytorch_lora_weights.safetensors"
 
 #: Maximum number of clips' LoRAs that a rank keeps loaded for each denoiser: those of the current
 #: clip, and some of earlier clips. If the current clip alone has more, all of its LoRAs are loaded.
-#: LoRAs of the model itself are not counted, and always stay loaded. A small number saves memory: a
-#: LoRA takes 1 to 5 % of the denoiser's memory. But it must be above 2, so that LoRAs stay loaded if
-#: clips of several users alternate. A LoRA that is loaded but not active does not slow down steps or
-#: change results.
+#: LoRAs of the model itself are not counted, and always stay loaded. A small number saves memory,
+#: because a LoRA takes 1 to 5 % of the denoiser's memory. But the number should be above 2, so that
+#: LoRAs stay loaded while clips of several users alternate. A LoRA that is loaded but not active
+#: does not slow down steps or change results.
 CLIP_LORAS_KEPT = 4
 
 #: Hint of errors about a LoRA whose tensors do not fit the model.
@@ -111,7 +111,7 @@ class LoraFile:
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return the model part for which a LoRA tensor is ignored; None if the tensor is not ignored.
+    """Return the model part that an ignored LoRA tensor would change; None if it is not ignored.
 
     The part is a short text for messages, such as `k_img` or `adapter of a text encoder`.
 
@@ -265,7 +265,7 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return the LoRAs that the safetensors files of a folder allow, sorted by file name.
+    """Return LoRAs for all safetensors files of a folder, sorted by file name.
 
     Args:
         folder: Folder, whose subfolders are not searched.

@@ -93,7 +93,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     """Turn errors of diffusers in the `with` block into a `RequestError` about the clip's size."""
     try:
         yield
-    except SvdppError:  # must pass unchanged, but is often a RuntimeError or ValueError, too
+    except SvdppError:  # passes unchanged, though it may also be a ValueError
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         # Configs and weights are checked elsewhere, so the likely cause is the clip's size: for
@@ -150,7 +150,9 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: diffusers' name of the attention backend that stores the whole matrix of attention weights.
+#: diffusers' name of the attention backend that stores the whole matrix of attention weights. As it
+#: needs much more memory than the others, an estimate uses it if the user has chosen it. For all
+#: other backends, an estimate uses the default backend.
 _MATH = "_native_math"
 #: FLOP formula of the attention kernel on CPUs. torch has formulas only for kernels on GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
@@ -352,7 +354,7 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps on fake weights; return the clip's new packet and their memory.
+        """Run `num_steps` steps on fake weights; return the new packet and the steps' memory.
 
         If the model has two experts, the weights that are counted are those of the larger expert.
         """
