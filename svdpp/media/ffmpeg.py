@@ -77,9 +77,10 @@ def run_ffmpeg(
         OutputError: No ffmpeg is found.
     """
     done = _finished([*_QUIET, *arguments], frames, seconds, files)
-    # The exit code of ffmpeg is 256 minus an errno, or 256 minus the code of a capital letter (65
-    # or more) for ffmpeg's own errors. An errno explains the failure better than the last line of
-    # stderr, which often names a consequence.
+    # For a system error, ffmpeg exits with 256 minus the errno, such as 228 for a full disk. For an
+    # error of its own, it exits with 256 minus a number that is at least the code of "A" (65). The
+    # text of an errno explains a failure better than the last line of stderr, which often names
+    # only a consequence.
     if done.returncode > 256 - ord("A"):
         raise MediaFailure(f"ffmpeg failed: {os.strerror(256 - done.returncode)}")
     if done.returncode:

@@ -177,8 +177,8 @@ def _decode(data: bytes, max_pixels: int) -> tuple[Image.Image, Conversion]:
         # orientation tag.
         orientation = image.getexif().get(_ORIENTATION)
         rgb, conversion = to_rgb(image)
-    # All tags except the orientation are removed, because `exif_transpose` writes all tags again,
-    # and cannot write some tags.
+    # Only the orientation tag is kept, because `exif_transpose` writes all EXIF tags of the image
+    # again, and fails for tags that Pillow can read but not write.
     rgb.info.clear()
     rgb.getexif()[_ORIENTATION] = orientation if isinstance(orientation, int) else 1
     return ImageOps.exif_transpose(rgb), conversion
@@ -258,8 +258,9 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """
     if fit == "stretch":
         return image
-    # An image that is too wide keeps its height in a crop, and gets a larger height in a pad. An
-    # image that is too narrow keeps its width in a crop, and gets a larger width in a pad.
+    # `across` and `down` are the width and the height that would give the image the frame's aspect
+    # ratio. An image that is too wide gets the smaller width (crop) or the larger height (pad). An
+    # image that is too narrow gets the smaller height (crop) or the larger width (pad).
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))

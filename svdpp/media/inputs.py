@@ -29,9 +29,10 @@ from svdpp.media.images import (
 from svdpp.media.prompts import slugify_prompt
 from svdpp.media.video_frames import decode_video, probe_video
 
-#: Suffixes of image files. In a folder or for a glob pattern, other files are skipped.
+#: Suffixes of image files. If an input is a folder or a glob pattern, files with other suffixes are
+#: skipped. A file that is named directly may have any suffix.
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".gif", ".avif")
-#: Suffixes of video files. In a folder or for a glob pattern, other files are skipped.
+#: Suffixes of video files, used in the same way as `IMAGE_SUFFIXES`.
 VIDEO_SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv")
 
 #: Decoded input of a clip: an image; the frames of a video; or, for several files, a dict of images
@@ -126,8 +127,8 @@ def input_remarks(files: Iterable[MediaFile], sampling: SamplingConfig) -> list[
 
     Args:
         files: Images or videos of the clips.
-        sampling: Sampling parameters. If `fit` is `stretch`, the pipeline of diffusers stretches or
-            crops images.
+        sampling: Sampling parameters of the clips. Remarks on stretched or cropped images are
+            returned only if `fit` is `stretch`, which leaves the resize to diffusers' pipeline.
     """
     files = list(dict.fromkeys(files))
     remarks = []
@@ -188,7 +189,8 @@ def check_inputs(inputs: Sequence[str], video_frames: int | None = None) -> list
 
     Args:
         inputs: Files, folders and glob patterns; see `collect_inputs`.
-        video_frames: Frames that each video must have; None for images.
+        video_frames: Number of frames that each video must have at least. None: the inputs are
+            images.
 
     Raises:
         InputError: Inputs cannot be used; the error lists all problems.
@@ -208,10 +210,12 @@ def collect_inputs(
 
     Args:
         inputs: Files with any suffix, folders, and glob patterns. A folder stands for its files
-            with a suffix of an image or a video, except hidden files. A pattern stands for all
-            matching files with such a suffix. The name of an existing file is not a pattern.
+            with a suffix of an image (or of a video, if `video_frames` is given), except hidden
+            files. A pattern stands for all matching files with such a suffix. A text that is the
+            name of an existing file is not used as a pattern, even if it contains `*`, `?` or `[`.
         max_pixels: Maximum number of pixels of an image or frame.
-        video_frames: Frames that each video must have; None for images.
+        video_frames: Number of frames that each video must have at least. None: the inputs are
+            images.
 
     Raises:
         InputError: None of the inputs can be used.
@@ -321,7 +325,7 @@ def example_prompt(model_name: str) -> str:
 def example_images() -> list[Path]:
     """Return the paths of svdpp's four example images, sorted by name.
 
-    The README in the images' folder describes their origin.
+    The README in the images' folder says where the images are from.
     """
     return sorted(_FOLDER.glob("*.jpg"))
 

@@ -129,7 +129,8 @@ def unsupported_kind(data: bytes) -> UnsupportedKind | None:
 def _is_heic(data: bytes) -> bool:
     """Whether a HEIC or AVIF image is HEIC, by its first bytes.
 
-    HEIC and AVIF files can both have the major brand `mif1`. Then the compatible brands decide.
+    Both kinds of file can have the same major brand, `mif1`. So the compatible brands, which the
+    file lists after the major brand, are searched too: a HEIC file has no AVIF brand there.
     """
     brands = data[8 : int.from_bytes(data[:4], "big")][:256]
     return not any(brand in brands for brand in _AVIF)

@@ -12,7 +12,8 @@ from svdpp.media.ffmpeg import MediaFailure
 # not affect players, or `stream_differences` compares their effect.
 _HARMLESS = {"avcC", "btrt", "fiel", "free", "pasp", "colr"}
 _PATH = ("moov", "trak", "mdia", "minf", "stbl", "stsd")
-# Number of bytes before the boxes in a video's sample entry, and before the entries in `stsd`.
+# Numbers of bytes of fixed fields: those before the boxes in a video's sample entry, and those
+# before the sample entries in the box `stsd`.
 _ENTRY_FIELDS, _STSD_FIELDS = 78, 8
 _MAX_COLOURS = 2**20
 _MAX_BOXES = 10_000
@@ -21,8 +22,9 @@ _MAX_BOXES = 10_000
 def sample_entry_faults(ours: Path, theirs: Path) -> Iterator[str]:
     """Find boxes of an mp4 that change how players show it; yield a clause for each fault.
 
-    A fault is a box that the mp4 of the recomputed clip lacks, or a `colr` box (colours) with
-    another content than in that mp4.
+    The reference is an mp4 of the same clip, which svdpp has computed again for the check. A fault
+    is a box that the reference lacks, or a `colr` box (colours) whose content differs from the
+    reference's.
 
     Args:
         ours: Path of the mp4 to check.

@@ -77,8 +77,9 @@ def lock_folder(folder: Path, clip: str = "") -> Iterator[str]:
 
     Args:
         folder: Folder of the files.
-        clip: Name of a clip, to exclude processes that lock the same clip or the whole folder.
-            Empty: exclude every process that locks the folder or a clip in it.
+        clip: Name of the clip to lock. Other processes can lock other clips of the folder
+            meanwhile, but not this clip or the whole folder. Empty: the whole folder is locked, and
+            no other process can lock the folder or a clip in it.
 
     Yields:
         Reason why the file system cannot lock; "" if it can.
@@ -338,7 +339,7 @@ def _remove_if_abandoned(path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Before the file was locked here, another run may have removed it, and its writer may have
-        # created it again.
+        # created it again. Then the file that now has this name is in use, and must stay.
         if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
             remove(path)
     finally:

@@ -22,7 +22,7 @@ _STREAM = re.compile(r"^  Stream #0:(\d+)(?:\[\w+\])?(?:\([^)]*\))?: (\w+): ([^\
 _MATRIX = re.compile(r"^ +display ?matrix: (.+)$", re.IGNORECASE)
 _HEADER = re.compile(r"^#(tb|sar) (\d+): (\d+)/(\d+)$")
 _PACKET = re.compile(r"^(\d+), +(-?\d+), +(-?\d+), +(\d+),")
-# Colour properties and interlacing of a frame in the log of ffmpeg's filter `showinfo`.
+# Pattern for a frame's interlacing and colour properties in the log of ffmpeg's filter `showinfo`.
 _FRAME_LOOK = re.compile(r"(\bi:\w|\bcolor_range:\w+ color_space.*)")
 # If the first packet of a file is shown at most this many seconds after 0, the file counts as
 # beginning at 0. Encoders with B-frames delay the first frame a little, and some muxers write no
@@ -157,7 +157,12 @@ _SAME_SOUND_SECONDS = 0.1
 
 
 def stream_differences(ours: Sequence[Stream], theirs: Sequence[Stream]) -> Iterator[str]:
-    """Compare the streams of two files; yield a clause for each difference that players show."""
+    """Compare the streams of two files; yield a clause for each difference that affects players.
+
+    Args:
+        ours: Streams of the file to check.
+        theirs: Streams of the reference file.
+    """
     kinds, expected = (" and ".join(each.kind for each in side) for side in (ours, theirs))
     if kinds != expected:
         yield f"its streams are {kinds or 'none'} instead of {expected}"

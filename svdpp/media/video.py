@@ -49,12 +49,13 @@ MAX_NAME_BYTES = 200
 # Nominal frame rates of television. NTSC multiplies them by 1000/1001.
 _NTSC = (24, 30, 48, 60, 120, 240)
 _KEY = "svdpp"
-# Entry of an ffmetadata file. Line breaks in its value are escaped by a backslash.
+# Pattern of an entry in an ffmetadata file. An entry ends at a line break without a backslash; line
+# breaks in its value have a backslash before them.
 _ENTRY = re.compile(r"(?:[^\\\n]|\\.)+", re.DOTALL)
 _FRAME_NAME = re.compile(r"\d{5,}\.png")
 _SHOWN_NAMES = 3
 _READ_SECONDS = 600.0
-_WRITE_SECONDS = 60.0  # maximum time of an encode, plus one second for each frame
+_WRITE_SECONDS = 60.0  # limit for an encode; each frame adds one second
 _BT709 = "setparams=range=tv:colorspace=bt709:color_primaries=bt709:color_trc=bt709"
 _AAC_BLOCK = 1024  # samples in one block of AAC
 
@@ -249,7 +250,7 @@ class FolderDifference:
 
     @property
     def has_folders(self) -> bool:
-        """Whether the clip's folder has a subfolder, so that `clip_sha256` cannot hash the clip."""
+        """Whether the clip's folder has a subfolder; if so, `clip_sha256` cannot hash the clip."""
         return any(name.endswith("/") for name in self.others)
 
     @property

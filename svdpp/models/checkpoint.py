@@ -81,22 +81,23 @@ class Checkpoint:
     """Folder with `model_index.json` or `modular_model_index.json`; for a hub model, the snapshot
     folder in the hub's cache."""
     component_folders: tuple[ComponentFolder, ...] = ()
-    """Folders of the components that are not at the usual place, `folder/NAME` (but, for example,
-    in another repository), and of the components for which a modular pipeline's index names a
-    variant, such as fp16. All components that are not listed here are in `folder/NAME`."""
+    """Folders of those components whose files are not simply in `folder/NAME`: components in
+    another place, such as another repository, and components for which a modular pipeline's index
+    names a variant, such as fp16. All other components are in `folder/NAME`."""
     revision: str | None
     """Commit hash of a hub model; None for a local folder."""
     fingerprint: str | None = None
     """SHA-256 of the weight files' headers and of some bytes of each tensor, in hex. None until
-    `with_weights` is called, and for hub models and demo models, whose weights cannot change."""
+    `with_weights` is called. Always None for hub models, which `revision` identifies, and for demo
+    models, whose weights never change."""
     variant: str | None
     """Variant of the weight files, such as fp16; None: the plain files."""
     loras: tuple[LoraFile, ...] = ()
     """LoRA files for all clips of the model; empty until `with_weights` has found them."""
     clip_loras: Mapping[Lora, LoraFile] = field(default_factory=dict, hash=False)
-    """LoRA files that single clips may use (`ModelConfig.clip_loras`), by requested LoRA. Each key
-    has the weight 1, because clips that use a LoRA with different weights need the same file. Empty
-    until `with_weights` has found the files."""
+    """LoRA files that single clips may use (`ModelConfig.clip_loras`), by requested LoRA. The keys
+    ignore the weight that a clip gives its LoRA: all of them have the weight 1. Empty until
+    `with_weights` has found the files."""
     denoisers: tuple[DenoiserFile, ...] = ()
     """GGUF files that replace denoisers of the checkpoint; empty until `with_weights` has found
     them."""
@@ -111,18 +112,18 @@ class Checkpoint:
     scheduler_config: Mapping[str, Any] = field(hash=False)
     """Values of the scheduler's config; empty if there is no scheduler."""
     size_multiple: tuple[int, int]
-    """Units of height and width in pixels: a frame's height must be a multiple of the first number,
-    and its width must be a multiple of the second."""
+    """Numbers of pixels of which a frame's height (first number) and width (second number) must be
+    multiples."""
     model_frames: int = 1
     """Default number of frames of a clip."""
     frames: tuple[int, int, str]
     """Smallest and largest number of frames of a clip, and the reason for these limits, which error
     messages quote."""
     image_sizes: tuple[int, int] | None = None
-    """Two numbers of pixels that determine the allowed sizes of clips from an image: the side of a
-    square clip (clips of other shapes have about the same area), and the number of which height and
-    width must be multiples. `check_image_size` takes them as `target` and `unit`. None: the model
-    makes clips of any size."""
+    """Limits for the size of a clip that is made from an image, in pixels: the side of a square
+    clip (clips of other shapes must have about the same area), and a number of which height and
+    width must be multiples. `check_image_size` takes the two numbers as `target` and `unit`. None:
+    the model makes clips of any size."""
     image_use: InputUse
     """Rule for the input image (or video, for video-to-video families): a clip needs, may have, or
     must not have an image."""
@@ -157,7 +158,7 @@ class Checkpoint:
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences about LoRA tensors that are ignored because the model does not take them."""
+        """Sentences for the user, one for each LoRA file with tensors that the model ignores."""
         files = (*self.loras, *self.clip_loras.values())
         return [file.remark for file in files if file.remark]
 
@@ -178,9 +179,10 @@ class Checkpoint:
 
     @property
     def external_components(self) -> dict[str, str]:
-        """Repository and commit of each component that is not in the checkpoint's own repository.
+        """Repository and commit of each component that comes from another repository.
 
         The keys are component names, and the values are texts such as `OWNER/NAME@COMMIT`.
+        Components in the checkpoint's own folder or repository are left out.
         """
         return {
             each.part: f"{each.repository}@{snapshot_commit(each.root)}"
@@ -189,7 +191,9 @@ class Checkpoint:
         }
 
     def component_folder(self, part: str) -> ComponentFolder:
-        """Return the folder of a component of the checkpoint, which may be in another repository.
+        """Return the folder with the files of one component.
+
+        The folder is in the checkpoint's own folder, or in the snapshot of another repository.
 
         Args:
             part: Name of the component.
@@ -372,7 +376,9 @@ class Checkpoint:
         return {f"{part}/{path.name}": path for part in parts for path in self.weight_files(part)}
 
     def own_weight_files(self, parts: Iterable[str]) -> dict[str, Path]:
-        """Return the weight files of components, except components from another repository.
+        """Return the weight files of those components that are in the checkpoint's own folder.
+
+        Components that come from another repository are left out.
 
         Args:
             parts: Names of components with weights.
@@ -477,10 +483,10 @@ def with_weights(
 ) -> Checkpoint:
     """Return `checkpoint` after downloading and checking the weights of `components`.
 
-    In a local folder, all weights are checked, not only those of `components`, because the
-    fingerprint covers all of them. It does not cover components in other repositories, which are
-    identified by their commits. So these are downloaded and checked only if `components` has them.
-    A denoiser that a GGUF file replaces is not downloaded or checked.
+    For a local folder, all weights in the folder are checked, even those of components that are not
+    in `components`, because the fingerprint covers all of them. The fingerprint does not cover
+    components in other repositories, which their commits identify, so only those in `components`
+    are downloaded and checked. A denoiser that a GGUF file replaces is not downloaded or checked.
 
     Args:
         checkpoint: Checkpoint that was found without weights.
@@ -508,8 +514,8 @@ def with_weights(
         model = replace(model, component_revisions=commits)
         if local is None:
             model = replace(model, revision=checkpoint.revision or model.revision)
-            # The configs of the default model were read from svdpp's copy. The configs that belong
-            # to the downloaded weights still have to be checked.
+            # `find_checkpoint` may have read the configs from svdpp's own copy (the default model).
+            # So the configs that are in the repository beside the weights still need a check.
             checkpoint = _check_configs(model, download_configs(model), is_local=False)
         elsewhere = checkpoint.external_components.keys()
         absent = [part for part in components if local is None or part in elsewhere]
@@ -537,14 +543,18 @@ def with_weights(
 
 @contextmanager
 def _located(model: ModelConfig) -> Iterator[Path | None]:
-    """Yield a model's local folder (None for a hub id); name the model in errors of the block."""
+    """Yield a model's local folder (None for a hub id).
+
+    Any `ModelError` of the `with` block is raised again with the model's name and a hint.
+    """
     local = _local_folder(model.name)
     try:
         yield local
     except ModelError as error:
         hint = "copy or download the folder again, or use `model` demo"
         if local is None:
-            # The hint's command downloads only the damaged file, because a model can have 126 GB.
+            # The hint's command downloads only the damaged file, because a whole model can be up to
+            # 126 GB.
             file = str(error.details.get("file", ""))
             one = f" {shlex.quote(file)}" if file else ""
             hint = f"hf download {shlex.quote(redact_tokens(model.name))}{one} --force-download"

@@ -32,9 +32,9 @@ from svdpp.models.torchao_files import QUANTISATION_KEY, check_quantisation
 
 # File names of the index, in the order of preference.
 _INDEX_FILES = ("modular_model_index.json", "model_index.json")
-#: Arguments that `CLASS.from_config(config, ...)` needs to convert the config of another scheduler
-#: class, by scheduler class. If a checkpoint's scheduler is not supported, the hint of the error
-#: shows the whole call.
+#: Further arguments of the call `CLASS.from_config(pipe.scheduler.config, ...)`, by CLASS. If a
+#: checkpoint's scheduler is not supported, the error's hint shows this call, with which the user
+#: converts the scheduler to a supported CLASS.
 _FURTHER_ARGUMENTS = {
     "UniPCMultistepScheduler": ', prediction_type="flow_prediction", use_flow_sigmas=True, '
     "flow_shift=pipe.scheduler.config.shift",
@@ -45,7 +45,8 @@ _MOST_HALVINGS = 16
 # Libraries that a component's class may come from.
 _LIBRARIES = ("diffusers", "transformers")
 _PROCESSORS = r"CLIP(Image)?Processor(Pil)?|CLIPFeatureExtractor|SiglipImageProcessor(Pil)?"
-#: Patterns of the allowed classes, by component name, for components that several families have.
+#: Patterns of the class names that are allowed for a component, by component name. Only components
+#: that several model families have are listed.
 _CLASSES = {
     "tokenizer": r"(T5|ByT5|CLIP|Llama|Gemma|Qwen2)Tokenizer(Fast)?|TokenizersBackend|"
     r"Qwen2(_5_)?VLProcessor",
@@ -64,9 +65,9 @@ _CODE_KEYS = re.compile(
     r"auto_map|custom_pipeline|_implementation$|use_kernels|"
     r"kernel_(config|mapping)|transformers_weights"
 )
-# Largest allowed values of config keys on which memory depends. For comparison, Wan 2.2 A14B has 40
-# layers, LTX-2 a text width of 3840, Gemma 3 a vocabulary of 262,208, and Qwen 2.5 VL 128,000
-# positions.
+# Largest allowed values of config keys that determine memory use. They are well above the values of
+# real models: for example, Wan 2.2 A14B has 40 layers, LTX-2 text embeddings of size 3840, Gemma 3
+# a vocabulary of 262,208, and Qwen 2.5 VL 128,000 positions.
 _LIMITS = (
     (re.compile(r"num_.*(layers|blocks)|layers_per_block|.*num_res_blocks|depth"), 1024),
     (re.compile(r"image_size|patch_size"), 2**13),
@@ -143,8 +144,8 @@ class Configs:
         #: Values of the scheduler's config; empty if the family has no scheduler.
         self.scheduler_config: Mapping[str, Any] = {}
         parts = [*self.classes, *(["scheduler"] if spec.schedulers else [])]
-        #: Folders of the components that are not at the usual place, `folder/NAME`, and of the
-        #: components for which the index names a variant (`Checkpoint.component_folders`).
+        #: Components whose files are not simply in `folder/NAME`; see
+        #: `Checkpoint.component_folders`.
         self.folders = find_component_folders(index, parts, folder, model, is_local=is_local)
         folders = {part: ComponentFolder(part, folder, part) for part in parts}
         folders |= {each.part: each for each in self.folders}
@@ -214,17 +215,16 @@ class Configs:
     def whole_latents(self, size_multiple: tuple[int, int], frames_unit: int) -> tuple[int, int]:
         """Return the numbers of pixels of which a clip's height and width must be multiples.
 
-        The method also checks that the VAE's compression of frames fits the numbers of frames that
-        the family allows. If a size or a number of frames did not fit the VAE, diffusers would
-        round it down, and the clip would be smaller or shorter than requested.
+        Each number is the least common multiple of the family's number and the compression factor
+        of the checkpoint's VAE. The method also checks that the VAE's compression in time fits the
+        numbers of frames that the family allows. If a size or a number of frames did not fit the
+        VAE, diffusers would round it down, and the clip would be smaller or shorter than requested.
 
         Args:
-            size_multiple: Numbers of pixels of which the family's heights and widths must be
-                multiples, such as the sides of the denoiser's patches. They may leave out the
-                compression of the checkpoint's VAE, which this method adds.
-            frames_unit: Unit of the number of frames: a clip of the family has a multiple of this
-                number of frames, plus a constant (for example, 4 * n + 1 frames). 1: the family
-                checks the number of frames itself.
+            size_multiple: Numbers of pixels of which the height and the width of all clips of the
+                family must be multiples, whatever the VAE.
+            frames_unit: Step between the numbers of frames that the family allows, such as 4 for
+                clips of 4 * n + 1 frames. 1: the family checks the number of frames itself.
 
         Raises:
             ModelError: `frames_unit` is not a multiple of the number of frames that the VAE
@@ -244,10 +244,10 @@ class Configs:
 
 
 def _compression(vae: Mapping[str, Any]) -> tuple[int, int]:
-    """Return a VAE's compression factors: in space (of height and width), and in time (of frames).
+    """Return a VAE's compression factors in space (height and width) and in time (frames).
 
-    A factor is 1 if the config does not contain it. For example, an image VAE does not compress
-    time.
+    A factor is 1 if the config does not have it. For example, the config of an image VAE has no
+    factor in time.
     """
     scaling, blocks = vae.get("spatio_temporal_scaling"), vae.get("block_out_channels")
     side = frames = 1
@@ -353,7 +353,8 @@ def _entry(index: JsonFile, part: str) -> tuple[Any, Any]:
     library, name, where = entry
     places = ("subfolder", "pretrained_model_name_or_path", "repo")
     if name is None and not any(map(where.get, places)):
-        # diffusers writes an entry without a path for a component that the saved pipeline lacks.
+        # diffusers writes such an entry, without a path, if the saved pipeline did not have the
+        # component.
         return _LIBRARIES[0], None
     hint = where.get("type_hint")
     if name is None and isinstance(hint, list) and len(hint) == 2:

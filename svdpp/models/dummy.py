@@ -64,8 +64,8 @@ class DummyModel:
     """Dummy model with the interface of `EngineModel`.
 
     The encode draws noise from the seed, and the decode returns black frames. If `costs` is given,
-    each encode, step and decode sleeps until it has taken at least the seconds that `costs` has for
-    `rank`. So a fast machine can imitate a slow device.
+    each encode, step and decode sleeps until it has lasted as long as `costs` predicts for `rank`.
+    In this way, a fast machine can imitate a slow device.
     """
 
     spec: LatentSpec
@@ -82,7 +82,10 @@ class DummyModel:
         self._unet = unet.to(self.device, self._dtype).eval().requires_grad_(False)
 
     def with_sampling(self, sampling: SamplingConfig) -> DummyModel:
-        """Return a dummy model with the same weights, for the steps and frames of `sampling`."""
+        """Return a dummy model with equal weights, for clips with the parameters `sampling`.
+
+        Only the numbers of steps and frames are used.
+        """
         batch, channels, _, *size = self.spec.shape
         spec = replace(self.spec, shape=(batch, channels, sampling.frames, *size))
         return replace(self, spec=spec, num_steps=sampling.num_inference_steps)
@@ -163,9 +166,10 @@ class DummyModel:
         return {**tensors, LATENTS: latent}
 
     def _half(self, latent: torch.Tensor, step: int, branch: int, own: Tensors) -> Tensors:
-        """Run a dummy step; store this rank's half of the new latent in `own`, and return `own`.
+        """Run a dummy step that two ranks share, and return this rank's half of the new latent.
 
-        The new latent is flattened. `branch` is 0 for the rank with the first half, and 1 for the
+        The half is a flat tensor. It is also stored in `own`, because the caller needs it after the
+        exchange with the other rank. `branch` is 0 for the rank with the first half, and 1 for the
         rank with the second half. If the number of elements is odd, both halves contain the middle
         element.
         """
@@ -230,7 +234,13 @@ class DummyModel:
     def _lasting(
         self, seconds: Callable[[CostModel, int], float], share: float = 1.0
     ) -> Iterator[None]:
-        """Make the `with` block last at least `share` of the seconds in `costs`, by a sleep."""
+        """Sleep after the `with` block until it has lasted as long as `costs` predicts.
+
+        Args:
+            seconds: Method of `CostModel` that returns the predicted seconds of a rank's encode,
+                step or decode.
+            share: Fraction of these seconds that the block has to last.
+        """
         start = time.monotonic()
         yield
         if self.costs is not None:

@@ -276,7 +276,10 @@ def has_weights(part: str) -> bool:
 
 
 def is_tokenizer(part: str) -> bool:
-    """Whether a component is a text tokenizer. An audio tokenizer is a model with weights."""
+    """Whether a component is a text tokenizer.
+
+    False for an audio tokenizer, which is a network with weights.
+    """
     return part.startswith(("tokenizer", "text_tokenizer"))
 
 
@@ -335,10 +338,10 @@ def _has_names(component: ComponentFolder, variant: str | None) -> bool:
 def variant_of(component: ComponentFolder, variant: str | None) -> str | None:
     """Return the variant of a component's weight files, such as fp16; None: the plain files.
 
-    If a component lacks the requested variant, its plain files are read instead. As in diffusers,
-    this is allowed only if another component of the checkpoint has the variant, or if the component
-    is in another repository. Otherwise the requested variant is returned, and `weight_files`
-    reports that its files are missing.
+    If a component has files of the requested variant, the result is this variant. If it has only
+    plain files, the result is None, but (as in diffusers) only if another component of the
+    checkpoint has the variant, or if the component is in another repository. In all other cases the
+    result is the requested variant, and `weight_files` then raises an error about missing files.
 
     Args:
         component: Folder of the component.

@@ -199,7 +199,11 @@ def read_gguf_header(path: Path) -> dict[str, GgufTensor]:
 
 
 def _skip_values(reader: _Reader, count: int) -> int:
-    """Skip the metadata of a GGUF header; return the alignment of the tensors in bytes."""
+    """Skip the `count` metadata entries of a GGUF header, but read the alignment from them.
+
+    Returns:
+        Alignment in bytes: the offset of each tensor's data is a multiple of it. 32 by default.
+    """
     alignment, keys = 32, set()
     for _ in range(count):
         key, kind = reader.text("a key"), reader.number(4)

@@ -35,7 +35,8 @@ _CONFIG_PATTERNS = (
 )
 # Patterns of files without weights, in the folder of any component.
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
-# Patterns of pickles and programs. They can run code, and a tokenizer's folder may contain some.
+# Patterns of pickles and programs, which can run code. A tokenizer's folder may contain some, and
+# `_CONFIG_PATTERNS` includes all files of that folder.
 _NEVER_DOWNLOADED = ("*.py", "*.bin", "*.ckpt", "*.pt", "*.pth", "*.pkl", "*.pickle")
 
 

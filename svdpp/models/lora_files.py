@@ -24,11 +24,12 @@ from svdpp.models.files import display_name, read_safetensors_header, short_repr
 # diffusers' default name of LoRA files, used if the user names only a folder or a repository.
 _LORA_FILE = "pytorch_lora_weights.safetensors"
 
-#: Number of LoRAs requested by clips that a rank keeps loaded for each denoiser, including those of
-#: the current clip. If the current clip alone has more, all of its LoRAs are loaded. (LoRAs of the
-#: model itself always stay loaded.) The number is small, because a LoRA takes 1 to 5 % of the
-#: denoiser's memory. It is above two, because requests of several users alternate. A LoRA that is
-#: loaded but not active does not slow down steps or change results.
+#: Maximum number of clips' LoRAs that a rank keeps loaded for each denoiser: those of the current
+#: clip, and some of earlier clips. If the current clip alone has more, all of its LoRAs are loaded.
+#: LoRAs of the model itself are not counted, and always stay loaded. A small number saves memory,
+#: because a LoRA takes 1 to 5 % of the denoiser's memory. But the number should be above 2, so that
+#: LoRAs stay loaded while clips of several users alternate. A LoRA that is loaded but not active
+#: does not slow down steps or change results.
 CLIP_LORAS_KEPT = 4
 
 #: Hint of errors about a LoRA whose tensors do not fit the model.
@@ -50,16 +51,16 @@ _ADAPTER_CONFIG = "lora_adapter_metadata"
 #: Names of tensors in adapters that are not plain LoRAs, such as DoRA. A plain LoRA has two factors
 #: for each weight, and adds their product to the weight.
 _OTHER_ADAPTERS = re.compile(r"(dora_scale|lora_magnitude_vector|hada_w\d|lokr_w\d|oft_|boft_)")
-#: Names of tensors that change a text encoder, or a denoiser's layers for an image embedding. The
-#: former are ignored, because ranks load LoRAs only into denoisers. The latter are ignored if the
-#: denoiser has no such layers.
+#: Names of tensors that change a text encoder (`_TEXT_ENCODER`), or a denoiser's layers for an
+#: image embedding (`_IMAGE_PART`). Tensors for text encoders are ignored, because ranks load LoRAs
+#: only into denoisers. Tensors for image layers are ignored if the denoiser has no such layers.
 _TEXT_ENCODER = re.compile(r"^(lora_)?(text_encoder|te\d?)(_\d)?[._]")
 _IMAGE_PART = re.compile(r"(k_img|v_img|img_emb|add_k_proj|add_v_proj|image_embedder)")
-#: Names of tensors that change normalisation layers. diffusers drops these tensors when it loads a
-#: LoRA for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
+#: Names of tensors that change normalisation layers. They count as ignored, because diffusers drops
+#: them when it loads a LoRA for Wan (`_convert_non_diffusers_wan_lora_to_diffusers`).
 _NORM_CHANGE = re.compile(r"norm\w*\.(diff|diff_b)$")
 #: Names of tensors that change Wan's time projection. If a file changes only the projection's bias,
-#: and not its weight, diffusers drops the tensors for the bias.
+#: and not its weight, diffusers drops the tensors for the bias, so they count as ignored.
 _TIME_PROJECTION = re.compile(r"time_projection")
 #: Names of the two factors (down, up) of a weight change, in the formats of different programs.
 _FACTORS = (("lora_A", "lora_B"), ("lora_down", "lora_up"), ("lora.down", "lora.up"))
@@ -74,8 +75,8 @@ class LoraFile:
     hub)."""
     path: Path
     ignored: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """Model parts that ignored tensors of the file would change, such as `k_img`, and the number of
-    ignored tensors for each part."""
+    """Number of ignored tensors in the file, by the part of the model that they would change, such
+    as `k_img`. Empty: no tensor is ignored."""
 
     def with_weight(self, weight: float) -> LoraFile:
         """Return a copy of this LoRA file with another weight for the LoRA."""
@@ -110,13 +111,13 @@ class LoraFile:
 
 
 def ignored_part(key: str, checkpoint: Any, has_time_weight: bool = True) -> str | None:
-    """Return a text that names the model part which an ignored LoRA tensor would change.
+    """Return the model part that an ignored LoRA tensor would change; None if it is not ignored.
 
-    The text is, for example, `k_img`. The result is None if the tensor is not ignored.
+    The part is a short text for messages, such as `k_img` or `adapter of a text encoder`.
 
     Args:
         key: Name of the tensor in the file.
-        checkpoint: Checked checkpoint.
+        checkpoint: Checked checkpoint of the model that gets the LoRA.
         has_time_weight: Whether the file changes the weight of Wan's time projection. False: it
             changes only the bias, or neither.
     """
@@ -264,12 +265,13 @@ def check_loras(loras: Collection[Lora], checkpoint: Any) -> None:
 
 
 def loras_in_folder(folder: Path, num_experts: int) -> tuple[Lora, ...]:
-    """Return a LoRA for each safetensors file of a folder, once for each expert of the model.
+    """Return LoRAs for all safetensors files of a folder, sorted by file name.
 
     Args:
         folder: Folder, whose subfolders are not searched.
-        num_experts: Number of denoisers of the model. For 2, the result has two LoRAs for each
-            file, because either expert can load the file.
+        num_experts: Number of denoisers of the model. 1: the result has one LoRA for each file. 2:
+            the result has two LoRAs for each file, one for each expert, because a request may load
+            the file into either expert.
 
     Raises:
         RequestError: The path is not a folder, or the folder has no safetensors file.

@@ -1,8 +1,9 @@
 """Estimate of a model's memory and FLOPs from the configs of a checkpoint, without weights.
 
-The estimate runs the real code of encode, steps and decode. The components compute with fake
-tensors, which have a shape but no data, and the pipeline gets zeros in place of their results.
-During the run, the bytes of all tensors and the FLOPs of all operations are counted.
+The estimate runs the real code of encode, steps and decode. The components (denoiser, VAE,
+encoders) compute with fake tensors, which have a shape but no data. The pipeline's own code, which
+needs data, gets zeros in place of the components' results. During the run, the bytes of all tensors
+and the FLOPs of all operations are counted.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _size_errors(model: ModelConfig, sampling: SamplingConfig) -> Iterator[None]
     """Turn errors of diffusers in the `with` block into a `RequestError` about the clip's size."""
     try:
         yield
-    except SvdppError:  # must pass unchanged, but is often a RuntimeError or ValueError, too
+    except SvdppError:  # passes unchanged, though it may also be a ValueError
         raise
     except (AssertionError, IndexError, RuntimeError, ValueError) as error:
         # Configs and weights are checked elsewhere, so the likely cause is the clip's size: for
@@ -149,7 +150,9 @@ def _attention_flops(
     return int(sdpa_flop_count(query, key, value))
 
 
-#: diffusers' name of the attention backend that stores the whole matrix of attention weights.
+#: diffusers' name of the attention backend that stores the whole matrix of attention weights. As it
+#: needs much more memory than the others, an estimate uses it if the user has chosen it. For all
+#: other backends, an estimate uses the default backend.
 _MATH = "_native_math"
 #: FLOP formula of the attention kernel on CPUs. torch has formulas only for kernels on GPUs.
 CPU_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
@@ -181,15 +184,15 @@ class FlopCounter(TorchDispatchMode):
 
 
 class _ConstructionMode(TorchFunctionMode):
-    """Mode for the construction of modules with fake weights: a default dtype for this thread only.
+    """Torch mode of one thread, in which modules with fake weights are built in a given dtype.
 
     `torch.set_default_dtype` would change the default dtype of all threads. Instead, this mode
     converts each result that has torch's default dtype, such as a new tensor or a quotient of
-    integers. A result is not converted if the call names a dtype, or if an argument already has the
-    default dtype.
+    integers, to the given dtype. A result is not converted if the call names a dtype, or if an
+    argument already has the default dtype.
 
-    Fake weights have no data, so a condition on their values counts as false. Constructors use
-    such conditions only to decide whether they draw initial weights again.
+    Fake weights have no data. So an `if` on their values always takes the false branch.
+    Constructors use such conditions only to decide whether they draw initial weights again.
     """
 
     _CONVERSIONS = frozenset({torch.Tensor.float, torch.Tensor.to, torch.Tensor.type})
@@ -217,7 +220,7 @@ class _ConstructionMode(TorchFunctionMode):
 
 
 def _weights(module: torch.nn.Module, without: Sequence[str] = ()) -> list[torch.Tensor]:
-    """Return all parameters and buffers of a module, except those of the submodules `without`.
+    """Return all parameters and buffers of a module, except those of submodules in `without`.
 
     A weight that TorchAO has quantised is replaced by its inner tensors, such as data and scale.
     """
@@ -269,8 +272,9 @@ def _check_weights(checkpoint: Checkpoint, part: str, module: torch.nn.Module) -
 class FakeModel:
     """Model with fake weights, which measures memory and FLOPs of encode, steps and decode.
 
-    Meta tensors would not do: torch does not choose the CPU's kernels for them. This matters for
-    attention, because its CPU kernel never stores the whole matrix of attention weights.
+    The weights are fake CPU tensors, not meta tensors, because torch chooses the kernels of the CPU
+    only for CPU tensors. The choice matters for the memory of attention: the CPU's attention kernel
+    never stores the whole matrix of attention weights.
     """
 
     def __init__(
@@ -326,9 +330,9 @@ class FakeModel:
         """Number of steps that an estimate runs: usually two, sometimes all.
 
         One step is too few, because the second step needs more memory than the first. All steps are
-        run in two cases: if the model has two experts and is quantised, because the experts then
-        can differ; and for a modular pipeline, because its decode needs the state after the last
-        step.
+        run in two cases. If the model has two experts and is quantised, the experts can differ in
+        quantisation, so the steps of both are measured. If the pipeline is modular, its decode
+        needs the state after the last step.
         """
         steps = self._sampling.num_inference_steps
         are_quantised = self._files or self._checkpoint.int8_denoisers
@@ -337,7 +341,10 @@ class FakeModel:
         return steps if differ or is_modular else min(2, steps)
 
     def encode(self) -> tuple[Tensors, PartMemory]:
-        """Run a clip's encode on fake weights; return the clip's packet and the encode's memory."""
+        """Run a clip's encode on fake weights; return the clip's packet and the encode's memory.
+
+        The packet has the tensors that one rank sends to the next: the state of the clip.
+        """
         source = blank_input(self._sampling, whole=True)
         prepared: PreparedInput = {} if source is None else self._model.prepare(source)
         request = ClipRequest(
@@ -347,9 +354,9 @@ class FakeModel:
         return self._measured(roles, prepared, lambda: self._model.encode(prepared, request))
 
     def denoise(self, packet: Tensors) -> tuple[Tensors, PartMemory]:
-        """Run `num_steps` steps on fake weights; return the new packet, and the memory of steps.
+        """Run `num_steps` steps on fake weights; return the new packet and the steps' memory.
 
-        If the model has two experts, the memory is that of a rank with the larger expert.
+        If the model has two experts, the weights that are counted are those of the larger expert.
         """
         roles = Roles(encode=False, denoise=True, decode=False)
         steps = partial(self._model.denoise, packet, 0, self.num_steps, lambda _, __: None)
@@ -377,12 +384,13 @@ class FakeModel:
     def _measured(
         self, roles: Roles, received: PreparedInput, work: Callable[[], Any]
     ) -> tuple[Any, PartMemory]:
-        """Run a part of a clip on fake weights; return the result, and the memory of the rank.
+        """Run the encode, steps or the decode on fake weights; return the result and the memory.
 
         Args:
-            roles: Roles of the rank. Only the weights that these roles need are counted.
-            received: Tensors that the rank holds before `work`: a packet or the prepared image.
-                Their bytes count as activations.
+            roles: Roles of a rank that does only this work. Only the weights that these roles need
+                are counted.
+            received: Tensors that the rank holds before `work`: a clip's packet or the prepared
+                image. Their bytes count as activations.
             work: Function that runs the encode, steps or the decode.
         """
         weights_of = {
@@ -441,8 +449,9 @@ class FakeModel:
                 counter = FlopCounter()
                 if self._counts_flops:
                     modes.enter_context(counter)
-                # Fake kernels create temporary tensors to derive shapes. The tracker is entered
-                # after the fake mode, so it does not count them.
+                # To derive the shape of a result, fake kernels create temporary tensors, which must
+                # not be counted. The tracker does not see them, because it is entered after the
+                # fake mode.
                 with MemoryTracker(known, self._workspace_threads) as tracker, ExitStack() as tiles:
                     if self._checkpoint.spec.decodes_in_tiles and is_tiled(module):
                         for half in (module.encoder, module.decoder):
@@ -500,7 +509,11 @@ class _RepeatedTiles:
         self._call, self._base = 0, 0
 
     def __call__(self, tile: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Measure a VAE's call on a tile, unless an equal call is known; return an empty tensor."""
+        """Measure a VAE's call on a tile, unless an equal call was measured before.
+
+        Returns:
+            Uninitialised tensor with the shape and dtype of the call's result.
+        """
         tracker, cache = self._tracker, kwargs.get("feat_cache")
         if cache is None or cache is not self._cache:
             self._cache = cache  # the assignment frees the cache of the previous tile

@@ -24,7 +24,7 @@ class MemoryTracker(TorchDispatchMode):
     far, including the temporary bytes of convolutions.
 
     Args:
-        known: Tensors that exist before the block.
+        known: Tensors that exist before the block. Their bytes count in `current` and `peak`.
         workspace_threads: Number of intra-op threads of the CPU rank whose memory is estimated. The
             number decides the kernels of convolutions, and so their temporary bytes. None:
             temporary bytes are not counted.
@@ -41,7 +41,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_above_start(self) -> int:
-        """Peak bytes of tensors, without those of the tensors that existed before the block."""
+        """Value of `peak` minus the bytes of the tensors that existed before the block."""
         return self.peak - self._before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -236,7 +236,7 @@ def _text(
     """Return the text at a key of a component's index entry, such as `revision`; None if missing.
 
     Raises:
-        ModelError: The value does not match the pattern.
+        ModelError: The value is not a text, does not match the pattern, or contains `..`.
     """
     value = where.get(key)
     if value is None:

@@ -188,10 +188,21 @@ def _json(part: str, metadata: Mapping[str, Any], key: Any, kind: type) -> Any:
 def _int8_dtype(part: str, name: str, described: Mapping[str, Any], entries: dict[str, Any]) -> str:
     """Check the tensors of an int8 weight; return the dtype in which its layer computes.
 
-    The checked tensors are removed from `entries`, so that only unknown tensors remain there.
+    A weight is stored as three tensors: int8 values, scales and zero points. They are removed from
+    `entries`, so that after all weights have been checked, only tensors that the metadata do not
+    list are left there.
+
+    Args:
+        part: Name of the denoiser.
+        name: Name of the weight.
+        described: Entry of the weight in torchao's metadata.
+        entries: Header entries of the tensors that are not checked yet, by tensor name.
 
     Returns:
         Name of the dtype, such as bf16.
+
+    Raises:
+        ModelError: The weight is quantised in a way that svdpp does not run.
     """
     path, _, weight = name.rpartition(".")
     names = ("qdata", "scale", "zero_point")
