@@ -286,7 +286,8 @@ def pipeline_config(bench_config: BenchConfig, launched: World | None = None) ->
 
     Args:
         bench_config: Configuration of the benchmark.
-        launched: World of the launcher that started this process; None: no launcher did.
+        launched: Rank and world size that a launcher (torchrun or Slurm) gave to this process;
+            None: no launcher started the process.
 
     Raises:
         RequestError: The fields contradict each other, or do not suit the model or the machine.

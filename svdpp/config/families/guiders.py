@@ -72,8 +72,9 @@ def _check_guider(configs: CheckpointConfigs, name: str) -> None:
 
 
 def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> None:
-    """Check that an entry of `skip_layer_config` in a checkpoint's guider names layers by index.
+    """Raise a `ModelError` unless svdpp supports an entry of a guider's `skip_layer_config`.
 
+    The entry must name layers by index, and its other keys must have a value in `_SKIPPED_LAYERS`.
     `layers` is the denoiser's number of layers.
     """
     values = entry if isinstance(entry, Mapping) else {}

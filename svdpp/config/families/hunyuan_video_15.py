@@ -53,10 +53,11 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the sizes that clips from an image may have, and that `max_sequence_length` is unused.
+    """Return facts of a checkpoint: `image_sizes` and `unused_parameters`.
 
-    The sizes are those to which the pipeline crops images. `image_sizes` describes them by two
-    numbers; see `CheckedCheckpoint.image_sizes`.
+    `image_sizes` describes, by two numbers, the sizes that clips from an image may have: those to
+    which the pipeline crops images (see `CheckedCheckpoint.image_sizes`). `unused_parameters`
+    lists `max_sequence_length`, which has no effect.
     """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
