@@ -227,8 +227,8 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
     """Yield the ratio, B over A, of each metric of two benchmarks.
 
-    Speed-ups over the baselines come first. The pipeline and its baseline are measured in the same
-    round, so a drift of the machine's speed does not affect their speed-up.
+    Speed-ups over the baselines come first. Each is computed from a pipeline and a baseline that
+    were measured in the same round, so it is compared without a `drift` of the machine's speed.
     """
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:

@@ -107,7 +107,7 @@ class Results:
 
 
 def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield each span of a benchmark's round in order of time: actions, steps, waits, transfers.
+    """Yield the actions, steps, waits and transfers of a benchmark's round, in order of time.
 
     Args:
         trace: Measurements of the round.

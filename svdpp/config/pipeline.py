@@ -137,9 +137,9 @@ class ModelConfig:
     """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
     """Further LoRAs, which only some of the clips use. Before the ranks start, the files are
-    checked and their memory is counted. The `weight` of LoRAs in this list is ignored. A request
-    may also name LoRAs that are not in this list; they are checked when the request is
-    submitted."""
+    checked and their memory is counted. The `weight` of LoRAs in this list is ignored, because each
+    clip's request has its own weights (`ClipRequest.loras`). A request may also name LoRAs that are
+    not in this list; they are checked when the request is submitted."""
     denoisers: tuple[Denoiser, ...] = ()
     """GGUF denoisers that replace the denoiser of the checkpoint. If the checkpoint has two experts
     (denoisers for high and for low noise), one or both of them are replaced."""
@@ -409,9 +409,9 @@ class PipelineConfig:
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
-#: Key in `ClipRequest.files` of the input image, or of the input video in video-to-video families.
+#: Key of the input image in `ClipRequest.files`, or of the input video in video-to-video families.
 IMAGE = "image"
-#: Key in `ClipRequest.files` of the image for the clip's last frame. Most pipelines have an
+#: Key of the last image (for the clip's last frame) in `ClipRequest.files`. Most pipelines have an
 #: argument of this name.
 LAST_IMAGE = "last_image"
 #: Name of the field with the references of a clip.
@@ -419,7 +419,7 @@ REFERENCES = "references"
 
 
 def reference_names(count: int) -> tuple[str, ...]:
-    """Return the keys in `ClipRequest.files` of a clip's references: `reference_1` and so on.
+    """Return the keys of a clip's references in `ClipRequest.files`: `reference_1` and so on.
 
     Args:
         count: Number of references besides the clip's input image.

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 
 #: Regular expression for the guider classes that svdpp supports. Clips of modular pipelines with
-#: these guiders have been compared with diffusers' own clips, and were bitwise equal. A guider may
-#: keep state between steps, such as the momentum of `AdaptiveProjectedGuidance`. The ranks of a
-#: modular pipeline pass this state on with each clip.
+#: these guiders have been compared with diffusers' own clips, and were bitwise equal. This includes
+#: guiders that keep state between steps, such as the momentum of `AdaptiveProjectedGuidance`,
+#: because the ranks of a modular pipeline pass this state on with each clip.
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )

@@ -208,19 +208,20 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the `__call__` of Helios' pipeline without pyramid stages.
+    """Return the numbers of frames and steps as `__call__` arguments of Helios' plain pipeline.
 
-    The arguments are the number of steps of each chunk, and the number of frames of all chunks.
+    This pipeline has no pyramid stages. It expects the number of frames of all chunks together,
+    which can be above the clip's, and the number of steps of each chunk.
     """
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the `__call__` of Helios' pyramid pipelines.
+    """Return the numbers of frames and steps as `__call__` arguments of Helios' pyramid pipelines.
 
-    The arguments are the number of steps of each pyramid stage, and the number of frames of all
-    chunks.
+    The pipelines expect the number of frames of all chunks together, which can be above the clip's,
+    and a list with the number of steps of each stage of a chunk.
     """
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}

@@ -106,8 +106,9 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Other guiders keep a momentum between steps. Packets between ranks contain this momentum only
-    # for modular pipelines, and this pipeline is not modular.
+    # Other guiders are refused, because they may keep state, such as a momentum, between steps.
+    # Packets between ranks contain this state only for modular pipelines, and this pipeline is not
+    # modular.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",

@@ -233,9 +233,9 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
-    """Return two numbers of pixels: a Wan clip's height and width must be multiples of them.
+    """Return the height and the width of one patch of Wan's denoiser, in pixels.
 
-    The first number is the height of one patch of the denoiser, and the second is its width.
+    A clip's height must be a multiple of the patch's height, and its width of the patch's width.
     """
     vae = configs.of("vae", scale_factor_spatial=8)
     unit = vae.positive_int("scale_factor_spatial", 64)
