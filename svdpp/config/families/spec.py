@@ -214,8 +214,8 @@ class FamilySpec:
     """Names of the classes in `aliases` whose checkpoints make clips from text; checkpoints of the
     other classes in `aliases` need an image."""
     size_from_image: bool = False
-    """Whether the pipeline computes the clip's size from the size of the image. If so, svdpp resizes
-    the image to the requested height and width before it calls the pipeline."""
+    """Whether the pipeline computes the clip's size from the size of the image. If so, svdpp first
+    resizes the image to the requested height and width."""
     text_and_image: bool = False
     """Whether every checkpoint can make clips from text and from an image, because the text
     pipeline and the image pipeline have the same components."""
