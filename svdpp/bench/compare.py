@@ -22,8 +22,8 @@ _COMPARED = {
     "first_clip_seconds": "first clip, s",
     "step_p50_seconds": "step, s",
 }
-#: If the ratio of a metric differs from 1 by at most this value, the metric counts as equal in both
-#: benchmarks, however small the noise is.
+#: If the logarithm of a metric's ratio is closer to 0 than this value (a ratio of about 0.99 to
+#: 1.01), the metric counts as equal in both benchmarks, however small the noise is.
 _NEGLIGIBLE = 0.01
 #: Fields of the section `pipeline` that affect the measurement of diffusers on one device.
 _BASELINE_RANK_FIELDS = ("device", "threads", "deterministic")
@@ -63,7 +63,10 @@ class Ratio:
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether a metric differs between A and B only by noise; None if the noise is unknown."""
+        """Whether a metric differs between A and B only by noise; None if the noise is unknown.
+
+        A negligible difference (about 1%) counts as noise, even if the noise is unknown.
+        """
         if self.must_be_equal or abs(math.log(self.value)) < _NEGLIGIBLE:
             return True
         if self.low is None or self.high is None:
@@ -124,11 +127,16 @@ class Comparison:
     """Facts about the machines that differ, with the values of A and B, such as
     `gpu: NVIDIA A100, NVIDIA H200`."""
     same_bits: bool | None
-    """Whether the clips of A and B have the same latents; None if A and B made different clips."""
+    """Whether the clips of A and B have the same latents; None: not comparable, because A and B did
+    different work, such as clips with other seeds."""
 
     @property
     def is_equal(self) -> bool | None:
-        """Whether all metrics of A and B differ only by noise; None if the noise is unknown."""
+        """Whether all metrics of A and B differ only by noise.
+
+        False if at least one metric differs by more than noise. None if there is no such metric,
+        but the noise of at least one metric is unknown.
+        """
         verdicts = [ratio.is_noise for ratio in self.ratios]
         if False in verdicts:
             return False
@@ -219,8 +227,8 @@ def _machine(facts: Mapping[str, Any]) -> dict[str, Any]:
 def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) -> Iterator[Ratio]:
     """Yield the ratio, B over A, of each metric of two benchmarks.
 
-    Speed-ups over the baselines come first. The pipeline and its baseline are measured in the same
-    round, so a drift of the machine's speed does not affect their speed-up.
+    Speed-ups over the baselines come first. Each is computed from a pipeline and a baseline that
+    were measured in the same round, so it is compared without a `drift` of the machine's speed.
     """
     for case in (ONE_DEVICE, DATA_PARALLEL):
         if case in a["speedups"] and case in b["speedups"]:
@@ -240,7 +248,10 @@ def _ratios(a: Mapping[str, Any], b: Mapping[str, Any], *, same_baseline: bool) 
 
 
 def _values(summary: Mapping[str, Any], case: str, name: str) -> list[float]:
-    """Return a metric's values in the rounds of a benchmark's case; empty if a round lacks it."""
+    """Return the values of the metric `name` in all rounds of a case; empty if a round lacks it.
+
+    A case is the pipeline or one of its baselines, such as `diffusers`.
+    """
     rounds = summary["cases"].get(case, {"rounds": []})["rounds"]
     values = [metrics.get(name) for metrics in rounds]
     return [] if None in values else values

@@ -176,9 +176,11 @@ class Measure(Section):
     """Number of warm-up clips in each round, before the measured clips. With several replicas or
     decoders, each decoder gets this many."""
     repeats: Annotated[int, Field(ge=1, le=_MAX_ROUNDS)] = 3
-    """Number of rounds. A round measures the pipeline and each baseline once, in new processes."""
+    """Number of rounds. A round measures the pipeline and each baseline once. Each measurement
+    starts new processes; only ranks that a launcher (torchrun or Slurm) started are reused."""
     seeds: list[Annotated[int, Field(ge=0, le=MAX_SEED)]] = Field(default=[0], min_length=1)
-    """Seeds, used in a cycle: the first for every input, then the second for every input, ..."""
+    """Seeds of the clips: the first seed with every input, then the second seed with every input,
+    and so on. After the last seed, the first one follows again."""
     peak_tflops: Annotated[float, Field(strict=False, gt=0, allow_inf_nan=False)] | None = None
     """Peak of each device in the model's dtype, in TFLOP/s. None: the GPU's published peak
     (docs/benchmarks.md); if there is none, utilisation is not measured."""
@@ -286,7 +288,8 @@ def pipeline_config(bench_config: BenchConfig, launched: World | None = None) ->
 
     Args:
         bench_config: Configuration of the benchmark.
-        launched: World of the launcher that started this process; None: no launcher did.
+        launched: Rank and world size that a launcher (torchrun or Slurm) gave to this process;
+            None: no launcher started the process.
 
     Raises:
         RequestError: The fields contradict each other, or do not suit the model or the machine.

@@ -107,7 +107,7 @@ class Results:
 
 
 def spans_of(trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield each span of a benchmark's round in order of time: actions, steps, waits, transfers.
+    """Yield the actions, steps, waits and transfers of a benchmark's round, in order of time.
 
     Args:
         trace: Measurements of the round.
@@ -141,7 +141,8 @@ def _kind_of(span: TimedSpan) -> dict[str, Any]:
 def write_table(path: Path, cases: Mapping[str, Any]) -> None:
     """Write a benchmark's metrics as CSV, with one row for each round of each case.
 
-    The last row of a case has the metrics over all rounds.
+    A case is the pipeline or one of its baselines. The last row of each case has the metrics over
+    all rounds.
 
     Args:
         path: Path of the file.

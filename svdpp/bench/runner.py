@@ -62,7 +62,10 @@ class Bench:
 
     @cached_property
     def flops(self) -> PartFlops:
-        """FLOPs of one clip of a benchmark, from the model's configs. First use takes seconds."""
+        """FLOPs of one clip of a benchmark, computed from the model's configs.
+
+        The first access takes seconds; the result is cached.
+        """
         return count_flops(self.config)
 
     def check_targets(self) -> None:
@@ -98,9 +101,9 @@ class Bench:
         """Measure the pipeline and each of its baselines once in each round of the benchmark.
 
         If a baseline runs out of memory, the error is recorded in `out_of_memory`, and the
-        benchmark goes on without the baseline. Every other error ends the benchmark. Under a
-        launcher, a lack of memory in the data-parallel baseline ends the benchmark too, because
-        ranks of a launcher cannot be restarted.
+        benchmark goes on without the baseline. Every other error ends the benchmark. If a launcher
+        (torchrun or Slurm) started the ranks, a lack of memory in the data-parallel baseline also
+        ends the benchmark, because svdpp cannot restart these ranks.
 
         Args:
             log: Function that gets a line for each measured case.

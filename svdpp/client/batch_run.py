@@ -57,8 +57,8 @@ class BatchRecord:
     batch: str | None
     """Id of the batch; None until the server has responded."""
     clips: dict[str, str]
-    """`ServerClip.key` of each clip, by the clip's name, which is also the `custom_id` of its line
-    in the batch."""
+    """Hash of each clip's job (`ServerClip.key`), by the name of the clip. The name is also the
+    `custom_id` of the clip's line in the batch."""
 
 
 @dataclass
@@ -135,7 +135,8 @@ class BatchRun:
     Args:
         connection: Connection to the server.
         model: Model of the server.
-        reader: Reader of the jobs file, by which errors name lines and fields of the file.
+        reader: Reader of the jobs file. It helps to turn errors of the server into errors that name
+            the line and the field of the file.
         folder: Output folder of the clips.
         clips: Clips to make.
         say: Function that prints a message for the user.
@@ -154,8 +155,9 @@ class BatchRun:
         self._folder, self._say = folder, say
         self._pending = {clip.name: clip for clip in clips}
         self._state = ServerState(connection.url, model.name)
-        # Id of a video, by batch: this video and all earlier videos of the batch have ended. The
-        # next query of the batch starts after this video. None or missing: at the first video.
+        # For each batch, the id of a video: this video and all earlier videos of the batch have
+        # ended, so the next query starts after it. If the id is None or missing, the query starts
+        # at the first video.
         self._cursors: dict[str, str | None] = {}
 
     @property
@@ -200,7 +202,8 @@ class BatchRun:
         """Query a batch of an earlier run, and remove clips from `record` that must be sent again.
 
         Returns:
-            Whether the server has the batch, and the batch has clips left.
+            Whether the batch still has clips to wait for or download. False if the server does not
+            have the batch, has rejected it, or if all of its clips must be sent again.
         """
         if record.batch is None:  # the batch was sent, but the response with its id was lost
             page = self._connection.get("/v1/batches", limit=_PAGE)
@@ -355,8 +358,9 @@ class BatchRun:
             Whether a clip has finished, failed or been cancelled since the last query.
         """
         assert record.batch is not None
-        # The batch is queried before its videos. In the other order, the batch could end between
-        # the queries: a clip that the list shows as unfinished would be taken for removed.
+        # The batch is queried before its videos. In the other order, the last clip could finish
+        # between the two queries. The videos would then show it as unfinished, but the batch as
+        # ended, and the clip would be reported as removed from the server.
         batch = self._batch(record.batch)
         if batch["status"] == "failed":
             clips = [self._pending[name] for name in record.clips if name in self._pending]
@@ -486,12 +490,13 @@ def _lost_error(view: Mapping[str, Any]) -> ServerError:
 
 
 def is_intact(folder: Path, clip: ServerClip, done: Mapping[str, str]) -> bool:
-    """Whether the output folder has the unchanged file of a clip, made from the same job.
+    """Whether the output folder already has a clip, made from the same job, in an unchanged file.
 
     Args:
         folder: Folder of the clips.
         clip: Clip of the run.
-        done: Key of each finished clip, by the name of the clip's file; see `ServerClip.key`.
+        done: Hash of the job (`ServerClip.key`) of each finished clip, by the name of the clip's
+            file.
     """
     path = folder / clip.output
     if done.get(clip.output) != clip.key:

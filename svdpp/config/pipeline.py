@@ -125,8 +125,9 @@ class ModelConfig:
     """Whether only files on this machine are used, so that nothing is downloaded."""
     dtype: Dtype = "fp32"
     memory_opt: bool = False
-    """Whether the UNet runs its feed-forward layers in chunks. This needs less memory, is slower,
-    and changes the bits of clips."""
+    """Whether the UNet runs its feed-forward layers in chunks, and the VAE by default decodes 2
+    frames at once (`decode_chunk_size`). This needs less memory, is slower, and changes the bits of
+    clips."""
     channels_last: bool = False
     """Whether UNet and VAE use the memory format channels_last, which changes the bits of clips."""
     vae_tiling: bool = False
@@ -136,9 +137,9 @@ class ModelConfig:
     """LoRAs for all clips, which are added to the denoiser in this order."""
     clip_loras: tuple[Lora, ...] = ()
     """Further LoRAs, which only some of the clips use. Before the ranks start, the files are
-    checked and their memory is counted. The `weight` of LoRAs in this list is ignored. A request
-    may also name LoRAs that are not in this list; they are checked when the request is
-    submitted."""
+    checked and their memory is counted. The `weight` of LoRAs in this list is ignored, because each
+    clip's request has its own weights (`ClipRequest.loras`). A request may also name LoRAs that are
+    not in this list; they are checked when the request is submitted."""
     denoisers: tuple[Denoiser, ...] = ()
     """GGUF denoisers that replace the denoiser of the checkpoint. If the checkpoint has two experts
     (denoisers for high and for low noise), one or both of them are replaced."""
@@ -152,7 +153,8 @@ class ModelConfig:
     sleep."""
     dummy_sleeps: bool = False
     """Whether the dummy model sleeps in each action, for as many seconds as the cost model
-    (`PipelineConfig.costs`) says. It then also decodes clips."""
+    (`PipelineConfig.costs`) says. With these sleeps, the dummy model also decodes clips; without
+    them, it makes only latents."""
 
     def __post_init__(self) -> None:
         if self.dtype in ("amp", "autocast"):
@@ -407,9 +409,9 @@ class PipelineConfig:
 
 VideoFormat = Literal["mp4", "gif", "webp", "frames"]
 
-#: Key in `ClipRequest.files` of the input image, or of the input video in video-to-video families.
+#: Key of the input image in `ClipRequest.files`, or of the input video in video-to-video families.
 IMAGE = "image"
-#: Key in `ClipRequest.files` of the image for the clip's last frame. Most pipelines have an
+#: Key of the last image (for the clip's last frame) in `ClipRequest.files`. Most pipelines have an
 #: argument of this name.
 LAST_IMAGE = "last_image"
 #: Name of the field with the references of a clip.
@@ -417,7 +419,7 @@ REFERENCES = "references"
 
 
 def reference_names(count: int) -> tuple[str, ...]:
-    """Return the keys in `ClipRequest.files` of a clip's references: `reference_1` and so on.
+    """Return the keys of a clip's references in `ClipRequest.files`: `reference_1` and so on.
 
     Args:
         count: Number of references besides the clip's input image.
@@ -571,9 +573,10 @@ _LATENT_IDENTITY = (
 )
 
 
-#: Key in the conditions of a rank (see `worker.device.conditions_of`). The value says whether the
-#: attention backend gave equal bits for equal inputs; without an `attention_backend`, the key is
-#: missing. Each rank measures the value, so it may differ even between ranks with equal devices.
+#: Key in a rank's conditions: the settings, devices and versions on which the bits of clips depend
+#: (see `worker.device.conditions_of`). The value says whether the attention backend gave equal bits
+#: for equal inputs. The key is missing if no `attention_backend` is set. Each rank measures the
+#: value, so it may differ even between ranks with equal devices.
 ATTENTION_REPEATS = "attention_repeats"
 
 
@@ -598,9 +601,11 @@ def identity_fields(metadata: Mapping[str, Any]) -> tuple[str, ...]:
 def _latent_identity(metadata: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the JSON fields on which the bits of a clip's final latent depend."""
     family = metadata["family"]
-    # A pair of ranks that divides a batch of two may round differently than one rank, so the bits
-    # depend on `cfg_parallel`. Clips of such a pair are marked as unproven. Clips of mixed devices
-    # are also marked as unproven, but mixed devices cannot form pairs.
+    # If the two ranks of a pair each compute half of a batch, they may round differently than one
+    # rank, so the bits depend on `cfg_parallel`. The JSON marks clips of such pairs as unproven.
+    # Clips of mixed devices are also unproven, but `cfg_parallel` is 1 for mixed devices. The
+    # other unproven clips of pairs are those of an attention backend that does not repeat its bits.
+    # For these, `cfg_parallel` is included as well, although it does not change the bits.
     in_halves = metadata.get("cfg_parallel", 1) > 1 and metadata.get("exact") == "unproven"
     common = (*_LATENT_IDENTITY, *(["cfg_parallel"] if in_halves else []))
     # A clip's JSON may lack these fields, for example if svdpp 0.3 has written the JSON. Missing

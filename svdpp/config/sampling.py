@@ -178,7 +178,7 @@ def params_by_field(kind: Any) -> dict[str, Param]:
 
 
 def frames_of_seconds(seconds: float, fps: float, kind: type[CommonSampling]) -> int:
-    """Return the number of frames that a family allows and that is closest to a duration.
+    """Return the allowed number of frames whose duration is closest to `seconds`.
 
     Args:
         seconds: Duration of the clip.
@@ -211,8 +211,8 @@ class CommonSampling:
     #: Whether the family's pipeline crops an image whose aspect ratio differs from the clip's;
     #: other pipelines stretch such an image.
     crops_image: ClassVar[bool] = False
-    #: Whether the pipeline keeps the aspect ratio of the family's images, because they are
-    #: references and not frames of the clip.
+    #: Whether the pipeline keeps the aspect ratio of input images, because they are references and
+    #: not frames of the clip; False: the pipeline crops or stretches them (see `crops_image`).
     keeps_image_shape: ClassVar[bool] = False
     #: Largest ratio of an image's longer side to its shorter side; None: only the limit for all
     #: image files applies.
@@ -346,6 +346,8 @@ class CommonSampling:
 
     def with_model_defaults(self, *, model_frames: int) -> Self:
         """Return a copy of the sampling parameters with diffusers' values in place of None.
+
+        `num_frames` becomes `model_frames`. A subclass may also replace other values of None.
 
         Args:
             model_frames: Number of frames in the model's config.

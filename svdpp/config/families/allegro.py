@@ -14,8 +14,8 @@ from svdpp.config.families.spec import (
 from svdpp.config.limits import MAX_FRAMES, require
 from svdpp.config.sampling import PromptedSampling
 
-# Tiles in which `AutoencoderKLAllegro` decodes: number of frames of a tile, and number of frames by
-# which two successive tiles overlap.
+# `AutoencoderKLAllegro` decodes a clip in tiles that overlap. A tile has `_TILE_FRAMES` frames, of
+# which it shares `_SHARED_FRAMES` with the next tile.
 _TILE_FRAMES, _SHARED_FRAMES = 24, 8
 # Number of pixels by which two neighbouring tiles overlap, in each direction.
 _SHARED_PIXELS = {"height": 120, "width": 80}
@@ -47,13 +47,13 @@ def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def _check_sampling(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
-    """Raise a `RequestError` unless whole tiles of Allegro's VAE cover a clip.
+    """Raise a `RequestError` unless a clip consists of whole tiles of Allegro's VAE.
 
-    The VAE leaves pixels outside of whole tiles black.
+    The VAE decodes only whole tiles, so all pixels outside of them would be black.
 
     Raises:
-        RequestError: Whole tiles do not cover all frames and pixels; the hint names the nearest
-            sizes that they cover.
+        RequestError: The number of frames, the height or the width does not fit whole tiles. The
+            hint names the nearest values that fit.
     """
     side = checkpoint.vae_tile_side
     assert side is not None

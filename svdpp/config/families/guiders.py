@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from svdpp.config.families.spec import CheckpointConfigs, ConfigFile
 
 #: Regular expression for the guider classes that svdpp supports. Clips of modular pipelines with
-#: these guiders have been compared with diffusers' own clips, and were bitwise equal. A guider may
-#: keep state between steps, such as the momentum of `AdaptiveProjectedGuidance`. The ranks of a
-#: modular pipeline pass this state on with each clip.
+#: these guiders have been compared with diffusers' own clips, and were bitwise equal. This includes
+#: guiders that keep state between steps, such as the momentum of `AdaptiveProjectedGuidance`,
+#: because the ranks of a modular pipeline pass this state on with each clip.
 GUIDER_CLASSES = (
     "ClassifierFreeGuidance|ClassifierFreeZeroStarGuidance|AdaptiveProjected(Mix)?Guidance"
 )
@@ -72,8 +72,9 @@ def _check_guider(configs: CheckpointConfigs, name: str) -> None:
 
 
 def _check_skipped_layers(guider: ConfigFile, entry: object, layers: int) -> None:
-    """Check that an entry of `skip_layer_config` in a checkpoint's guider names layers by index.
+    """Raise a `ModelError` unless svdpp supports an entry of a guider's `skip_layer_config`.
 
+    The entry must name layers by index, and its other keys must have a value in `_SKIPPED_LAYERS`.
     `layers` is the denoiser's number of layers.
     """
     values = entry if isinstance(entry, Mapping) else {}

@@ -24,8 +24,9 @@ _TEMPORAL = 4
 # Number of stages in which the pyramid pipelines make a chunk. Each stage doubles the height and
 # width of the stage before it.
 _STAGES = 3
-# Number of frames of an input video that fill the pipeline's history, which has 19 latent frames.
-# The number is rounded up to whole chunks.
+# Default number of frames to read from an input video. They fill the pipeline's history: the 19
+# latent frames before a chunk, to which the denoiser attends. Two chunks would not be enough: they
+# have only 18 latent frames.
 _HISTORY_FRAMES = 3 * _CHUNK
 # Parameters of families that continue a video. The pipeline encodes whole chunks of the video, so
 # the video must have at least one chunk.
@@ -157,10 +158,10 @@ class HeliosDistilledBaseSampling(HeliosPyramidBaseSampling):
 
     @property
     def steps_unit(self) -> int:
-        """Number that must divide `num_inference_steps`.
+        """Divisor of `num_inference_steps`: the number of pyramid stages of all chunks.
 
-        The number counts the pyramid stages of all chunks. It counts those of the first chunk
-        twice, because each of them has twice as many steps as a stage of any other chunk.
+        Each stage of the first chunk counts as two stages, because it has twice as many steps as a
+        stage of any other chunk.
         """
         return self.num_stages + _STAGES
 
@@ -207,19 +208,20 @@ class StepPlace(NamedTuple):
 
 
 def _call_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the `__call__` of Helios' pipeline without pyramid stages.
+    """Return the numbers of frames and steps as `__call__` arguments of Helios' plain pipeline.
 
-    The arguments are the number of steps of each chunk, and the number of frames of all chunks.
+    This pipeline has no pyramid stages. It expects the number of frames of all chunks together,
+    which can be above the clip's, and the number of steps of each chunk.
     """
     steps = sampling.num_inference_steps // sampling.chunks
     return {"num_frames": _CHUNK * sampling.chunks, "num_inference_steps": steps}
 
 
 def _pyramid_arguments(sampling: Any) -> dict[str, Any]:
-    """Return arguments of the `__call__` of Helios' pyramid pipelines.
+    """Return the numbers of frames and steps as `__call__` arguments of Helios' pyramid pipelines.
 
-    The arguments are the number of steps of each pyramid stage, and the number of frames of all
-    chunks.
+    The pipelines expect the number of frames of all chunks together, which can be above the clip's,
+    and a list with the number of steps of each stage of a chunk.
     """
     steps = [sampling.steps_per_stage] * _STAGES
     return {"num_frames": _CHUNK * sampling.chunks, "pyramid_num_inference_steps_list": steps}
@@ -258,8 +260,13 @@ def _latent_divisor(sampling: Any, step: int) -> int:
 def _distilled_latent_dtype(sampling: Any, step: int) -> Literal["fp32", "model"]:
     """Return the dtype of the latent of a distilled Helios model after a number of steps.
 
-    A chunk begins with noise in float32. The last step of a stage returns the denoiser's dtype. Any
-    other step returns the dtype that the latent had at the start of its stage.
+    Each chunk begins with noise in float32, and the latent stays float32 in the chunk's first
+    stage. The last step of this stage converts the latent to the denoiser's dtype, which the latent
+    keeps in the later stages of the chunk.
+
+    Args:
+        sampling: Sampling parameters of the clip.
+        step: Number of finished steps.
     """
     if not step:
         return "fp32"

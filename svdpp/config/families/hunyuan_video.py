@@ -50,8 +50,9 @@ HUNYUAN_VIDEO = FamilySpec(
     image_pipeline="HunyuanVideoImageToVideoPipeline",
     encode_components=TWO_TEXT_ENCODERS,
     num_results_equal_latents=1,
-    # In clips from an image, the pipeline joins the result of each step with the image's latent in
-    # float32. So the whole latent stays in float32.
+    # In clips from text, the first step converts the latent to the denoiser's dtype. In clips from
+    # an image, the pipeline joins the result of each step with the image's latent, which is
+    # float32, so the whole latent stays float32.
     latent_dtype="stepped from text",
     checkpoint_facts=_checkpoint_facts,
     decodes_in_tiles=True,

@@ -53,10 +53,11 @@ _UNUSED = {"unused_parameters": ("max_sequence_length",)}
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return two facts: sizes of clips from an image; no parameter `max_sequence_length`.
+    """Return facts of a checkpoint: `image_sizes` and `unused_parameters`.
 
-    The sizes are those to which the pipeline crops images: their target and their unit, as in
-    `CheckedCheckpoint.image_sizes`.
+    `image_sizes` describes, by two numbers, the sizes that clips from an image may have: those to
+    which the pipeline crops images (see `CheckedCheckpoint.image_sizes`). `unused_parameters`
+    lists `max_sequence_length`, which has no effect.
     """
     unit = configs.of("vae", spatial_compression_ratio=16).positive_int(
         "spatial_compression_ratio", 64
@@ -105,8 +106,9 @@ HUNYUAN_VIDEO_15 = FamilySpec(
     size_from_image=True,
     encode_components=TWO_TEXT_ENCODERS,
     shared_components=("guider",),
-    # Other guiders keep a momentum between steps. Packets between ranks contain this momentum only
-    # for modular pipelines, and this pipeline is not modular.
+    # Other guiders are refused, because they may keep state, such as a momentum, between steps.
+    # Packets between ranks contain this state only for modular pipelines, and this pipeline is not
+    # modular.
     component_classes={"guider": r"ClassifierFreeGuidance"},
     loras=False,
     branches="calls",

@@ -78,8 +78,9 @@ KANDINSKY6 = FamilySpec(
     latent_channels=lambda pipe: int(pipe.transformer.config.in_visual_dim),
     latent_frames=lambda _, sampling, frames: frames + sampling.from_image,
     latent_dtype="model",
-    # The pipeline draws the noise, and appends the image to the latent only after the encode. So
-    # the latent of a clip from an image has one frame fewer before the first step than after it.
+    # The latent that the encode returns consists only of noise. The pipeline appends the image's
+    # frame to the latent later. So the latent of a clip from an image has one frame fewer before
+    # the first step than after it.
     first_frames=lambda sampling: -int(sampling.from_image),
     audio_rate=lambda pipe: int(pipe.audio_sample_rate),
     checkpoint_facts=_checkpoint_facts,

@@ -23,7 +23,11 @@ class LatteSampling(PromptedSampling):
 
 
 def _checkpoint_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return the only number of frames of Latte's clips, and a parameter without effect."""
+    """Return facts of a Latte checkpoint: `frames` and `unused_parameters`.
+
+    The lowest and the highest number in `frames` are equal, because the model makes clips of only
+    one length. `unused_parameters` lists `max_sequence_length`, which has no effect.
+    """
     count = configs.of("transformer", video_length=16).positive_int("video_length", 1024)
     frames = count, count, "the only number of frames that the model makes"
     return {"unused_parameters": ("max_sequence_length",), "frames": frames}

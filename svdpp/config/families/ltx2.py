@@ -176,10 +176,11 @@ class Ltx2ModularSampling(Ltx2BaseSampling):
 
     @property
     def step_axes(self) -> str:
-        """Axes of an LTX-2 latent after a step, as letters; `latent_axes` are those before step 0.
+        """Axes of the latent after a step, one letter each, as in `latent_axes`.
 
-        For clips from an image, the steps return a latent whose positions (axis N) are unpacked to
-        frames, height and width.
+        Before step 0, the latent has the axes `latent_axes`, where N is one axis for all positions.
+        For clips from an image, each step returns a latent with separate axes for frames, height
+        and width instead of N.
         """
         return "BCFHW" if self.from_image else self.latent_axes
 

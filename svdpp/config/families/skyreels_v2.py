@@ -62,8 +62,9 @@ class SkyReelsV2ForcingSampling(SkyReelsV2BaseSampling):
 class SkyReelsV2FromVideoSampling(SkyReelsV2BaseSampling):
     """Sampling parameters of diffusers' `SkyReelsV2DiffusionForcingVideoToVideoPipeline`.
 
-    The clip begins with `video_frames` frames of the video. The frames that the pipeline generates
-    come next. The first `video_frames` generated frames repeat the video, encoded and decoded.
+    The clip begins with `video_frames` frames of the input video, followed by the frames that the
+    pipeline generates. The first `video_frames` generated frames show the same part of the video
+    again, encoded and decoded by the VAE.
     """
 
     # `video_frames` and the number of generated frames are each a multiple of 4 plus 1, so the

@@ -214,8 +214,8 @@ class FamilySpec:
     """Names of the classes in `aliases` whose checkpoints make clips from text; checkpoints of the
     other classes in `aliases` need an image."""
     size_from_image: bool = False
-    """Whether the pipeline computes the clip's size from the size of the image. The image is then
-    resized to the clip's height and width before the call."""
+    """Whether the pipeline computes the clip's size from the size of the image. If so, svdpp first
+    resizes the image to the requested height and width."""
     text_and_image: bool = False
     """Whether every checkpoint can make clips from text and from an image, because the text
     pipeline and the image pipeline have the same components."""
@@ -257,15 +257,15 @@ class FamilySpec:
     record_uses: Mapping[str, Literal["unused", "first step", "recomputed"] | int] = field(
         default_factory=dict
     )
-    """Parts of a run that use the results of a pipeline method, by the method's name. Results that
-    are not used need not be sent. The rank that encodes a clip calls the method and records its
-    results. Packets carry the recorded results to later ranks, where calls of the method return
-    these results (`models.engine.records`). `unused`: no step and no decode uses the results, so
-    later ranks get placeholders of the same shapes. `first step`: only the first step uses the
-    results. `recomputed`: nothing is recorded, and every rank calls the method itself, because its
-    result is large but cheap. A number n: the pipeline calls the method several times, and only the
-    result of call n (from 0) is used. A method that is not listed: all steps and the decode may use
-    the results, unless the method only preprocesses images; then the results are `unused`."""
+    """Parts of a run that use the results of a pipeline method, by the method's name. The rank that
+    encodes a clip calls the method and records its results. Packets carry the recorded results to
+    later ranks, where calls of the method return these results (`models.engine.records`). Results
+    that no later rank uses are not sent. `unused`: no step and no decode uses the results, so later
+    ranks get placeholders of the same shapes. `first step`: only the first step uses the results.
+    `recomputed`: nothing is recorded, and every rank calls the method itself, because its result
+    is large but cheap. A number n: the pipeline calls the method several times, and only the result
+    of call n (from 0) is used. A method that is not listed counts as `unused` if it only
+    preprocesses images; the results of any other method may be used by all steps and the decode."""
     initial_latent_source: str | None = None
     """Name of the tensor in a packet that serves as the initial latent on later ranks, in place of
     the result of `prepare_latents`. `latents`: the current latent. This works if steps after the
@@ -376,9 +376,10 @@ class FamilySpec:
 
     @property
     def own_guiders(self) -> frozenset[str]:
-        """Names of the guiders for which a modular checkpoint may contain its own config.
+        """Names of the guiders that a modular checkpoint may configure.
 
-        For other guiders of the pipeline, svdpp runs only the default guider of diffusers.
+        For every other guider of the pipeline, svdpp supports only the default that diffusers
+        creates if a checkpoint does not configure the guider.
         """
         guiders = {} if self.modular is None else self.modular.guiders
         return frozenset(name for name in guiders if name in self.component_classes)

@@ -32,9 +32,10 @@ class SvdSampling(CommonSampling):
     def __post_init__(self) -> None:
         super().__post_init__()
         low, high = self.min_guidance_scale, self.max_guidance_scale
-        # diffusers decides twice whether guidance is on: in the encode by `max_guidance_scale > 1`,
-        # and in the denoising loop by whether the larger of both scales is above 1. If the two
-        # decisions differ, the pipeline fails with a shape error.
+        # diffusers decides twice whether guidance is on. In the encode, guidance is on if
+        # `max_guidance_scale` is above 1. In the denoising loop, it is on if `max_guidance_scale`
+        # or `min_guidance_scale` is above 1. If the two decisions differ, the pipeline fails with a
+        # shape error.
         require(
             high > 1 or low <= 1,
             f"`min_guidance_scale` {low} is above 1 but `max_guidance_scale` {high} is not: "
@@ -61,7 +62,8 @@ class SvdSampling(CommonSampling):
     def with_model_defaults(self, *, model_frames: int) -> Self:
         """Return a copy of the sampling parameters with diffusers' values in place of None.
 
-        These values are `model_frames` for `num_frames`, and all frames for `decode_chunk_size`.
+        `num_frames` becomes `model_frames`. `decode_chunk_size` becomes the number of frames, so
+        that all frames are decoded at once.
 
         Args:
             model_frames: Number of frames in the model's config.

@@ -61,7 +61,10 @@ class WanSampling(WanBaseSampling):
 
 @dataclass(frozen=True, kw_only=True)
 class WanReferenceSampling(WanBaseSampling):
-    """Sampling parameters that pipelines of Wan VACE share for clips with or without references."""
+    """Sampling parameters that pipelines of Wan VACE share for clips with or without references.
+
+    A reference is an image of what the clip shows, such as a person. It is not a frame of the clip.
+    """
 
     keeps_image_shape: ClassVar[bool] = True
     own: ClassVar[Mapping[str, Param]] = {
@@ -189,18 +192,21 @@ _MODULAR_BOUNDARY = 0.875
 
 
 def image_projection(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether Wan's denoiser has layers that project the embedding of an input image.
+    """Return `has_image_projection`: whether Wan's denoiser has layers for an image's embedding.
 
-    diffusers would silently ignore LoRA tensors for these layers if the denoiser lacks them.
+    svdpp needs this fact to check LoRAs: diffusers silently ignores LoRA tensors for these layers
+    if the denoiser lacks them.
     """
     transformer = configs.of("transformer", image_dim=None)
     return {"has_image_projection": transformer.values["image_dim"] is not None}
 
 
 def last_image_facts(configs: CheckpointConfigs) -> CheckpointFacts:
-    """Return whether clips of a Wan checkpoint must have, or must not have, a last image.
+    """Return `last_image_use`: whether clips of a Wan checkpoint need or refuse a last image.
 
-    The result is empty if the denoiser embeds no image: the family's default rule then applies.
+    If a last image is refused, the result also has `last_image_reason`, for the error message. If
+    the denoiser embeds no image, the result is empty, so that the default applies: a last image is
+    optional if the family takes one.
     """
     if configs.index.values.get("expand_timesteps"):
         reason = "diffusers ignores the image for a model with expand_timesteps, such as Wan 2.2 5B"
@@ -227,9 +233,9 @@ def _facts_of_one_image(configs: CheckpointConfigs) -> CheckpointFacts:
 
 
 def size_multiple(configs: CheckpointConfigs) -> tuple[int, int]:
-    """Return the numbers of pixels of which the height and width of Wan's clips must be multiples.
+    """Return the height and the width of one patch of Wan's denoiser, in pixels.
 
-    The numbers are the height and width of one patch of the denoiser.
+    A clip's height must be a multiple of the patch's height, and its width of the patch's width.
     """
     vae = configs.of("vae", scale_factor_spatial=8)
     unit = vae.positive_int("scale_factor_spatial", 64)
@@ -374,12 +380,15 @@ def _check_two_guiders(checkpoint: CheckedCheckpoint, sampling: Any) -> None:
 
 
 def _frames_with_image(_: Any, sampling: Any, frames: int) -> int:
-    """Return Wan's number of latent frames, with one more for the image and for each reference."""
+    """Return the number of frames of Wan's latent, including those of images.
+
+    The input image, if there is one, and each reference add one latent frame to `frames`.
+    """
     return frames + int(sampling.from_image) + int(sampling.num_references)
 
 
 def _frames_with_references(_: Any, sampling: Any, frames: int) -> int:
-    """Return Wan's number of latent frames, with one more for each reference image."""
+    """Return the number of frames of Wan's latent: `frames`, and one for each reference image."""
     return frames + int(sampling.num_references)
 
 
