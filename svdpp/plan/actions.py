@@ -77,8 +77,8 @@ class Action(NamedTuple):
     other branch of the guidance. -1: no other rank takes part."""
     part: DecodeRange | None = None
     """Part of the clip's decode, if several ranks decode the clip. DECODE decodes the part;
-    SEND_FRAMES and RECV_FRAMES transfer its frames; SHARE and RECV transfer the latent to the rank
-    that decodes it. None: the whole clip."""
+    SEND_FRAMES and RECV_FRAMES transfer the frames of the part; SHARE and RECV transfer the latent
+    to the rank that decodes the part. None: the whole clip."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE

@@ -255,9 +255,9 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
-    """Return how many ranks of a replica must take turns in decoding to avoid a bottleneck.
+    """Return the number of ranks of a replica that must take turns in decoding, 1 or more.
 
-    With this number of ranks or more, decodes do not limit the throughput.
+    With fewer ranks, decodes would limit the throughput.
 
     Args:
         num_steps: Number of steps of a clip.

@@ -177,7 +177,7 @@ def run_pipelined(
     for observer in observers:
         pipeline.observe(observer)
     # If there are several hosts, this host has only the weights that its own ranks need. The
-    # reference needs all weights.
+    # reference needs all weights, so this call downloads those that are missing.
     if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
