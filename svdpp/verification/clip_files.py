@@ -120,8 +120,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
     Args:
         clip: Finished clip.
         image: Path that the user gave: the clip's first image, or a folder that has all inputs of
-            the clip. None: search at the recorded path, and then in the clip's folder. If this is the
-            first image and `name` is another input, the search is the same as for None.
+            the clip. None: search at the recorded path, and then in the clip's folder. If
+            `image` is the first image and `name` is another input, the search is that for None.
         name: Name of the input: `last_image`, or the name of a reference image or of an additional
             video; "": the clip's first image.
 
