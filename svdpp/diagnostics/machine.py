@@ -464,14 +464,15 @@ def profile(
 
 
 def measured_config(config: PipelineConfig) -> PipelineConfig:
-    """Return the configuration that `svdpp profile` measures: it has few steps.
+    """Return the configuration that `svdpp profile` measures: a copy of `config` with few steps.
 
-    Each rank gets two steps, or more if the family needs more. If there is only one rank and the
-    model takes prompts, the rank gets four: such a model may have two denoisers (experts), for the
-    first and the last steps, and both must be measured.
+    Each rank gets two steps, or more if the model's family requires more. If the family has a fixed
+    number of steps, the copy keeps this number. A single rank gets four steps if the model takes
+    prompts. Such a model may have two denoisers (experts), one for the first and one for the last
+    steps, and both must be measured.
 
     Args:
-        config: Configuration to measure. Only its number of steps is changed.
+        config: Configuration to measure. The copy differs from it only in the number of steps.
     """
     shares = max(config.world_size, 2 if isinstance(config.sampling, PromptedSampling) else 1)
     steps = _STEPS_PER_RANK * shares
@@ -483,12 +484,13 @@ def median_costs(
 ) -> CostModel:
     """Return the median costs of a clip's encode, step, decode and transfer in `traces`.
 
-    On GPUs and on several hosts, ranks of different speed get separate costs. On a single CPU,
-    differences between ranks are noise.
+    Ranks of different speed get separate costs if they run on GPUs or on several hosts. On the CPU
+    of one host, all ranks get the same costs, because differences between them are noise.
 
     Args:
         config: Configuration of the measured run.
-        world: World of the launcher that started the ranks; None if this process did.
+        world: Ranks and hosts as given by the launcher (such as torchrun) that started the ranks;
+            None: this process started the ranks itself.
         traces: Trace of each measured run.
         source: Origin of the costs, for readers of the file.
     """

@@ -60,7 +60,8 @@ class RankRunMetrics:
     end: Count = 0
     """Index after the last denoising step that the rank computes."""
     wall: Amount
-    """Seconds from the start of the first work on any rank to the end of the last work."""
+    """Seconds from the first start of an action or wait on any rank to the end of the last action
+    on any rank; the same for all ranks."""
     compute: Amount
     """Seconds in which the rank computed."""
     wait: Amount = 0.0
@@ -91,9 +92,11 @@ class RankRunMetrics:
     peak_bytes: Count | None = None
     """Peak bytes that torch reserved on the GPU; on the CPU, peak bytes of the rank's process."""
     sent_bytes: Count | None = None
-    """Bytes of tensors sent to other ranks, from the rank's start to its last sample."""
+    """Bytes of tensors sent to other ranks, from the rank's start to its last report of this count;
+    a rank reports it once a second."""
     received_bytes: Count | None = None
-    """Bytes of tensors received from other ranks, from the rank's start to its last sample."""
+    """Bytes of tensors received from other ranks, from the rank's start to its last report of this
+    count; a rank reports it once a second."""
     resident_bytes: Count | None = None
     """Largest resident set of the process in bytes, sampled once a second."""
     gpu_load: Amount | None = None
@@ -129,9 +132,9 @@ class RunMetrics:
     start_seconds: Amount = 0.0
     """Seconds from the start of the ranks until the last of them was ready."""
     makespan: Annotated[Amount, Field(gt=0)]
-    """Seconds from the start of the first work on any rank to the end of the last work."""
+    """Seconds from the start of the first action on any rank to the end of the last action."""
     first_clip: Amount
-    """Seconds from the first start of any rank's work until the first clip is finished."""
+    """Seconds from the start of the first action on any rank until the first clip is finished."""
     seconds_per_clip: Amount
     """Seconds from one finished clip to the next, in steady state."""
     bubble: Amount
@@ -300,7 +303,10 @@ def _time_breakdown(trace: Trace, rank: int) -> dict[str, Any]:
 def _overlap(
     waits: Iterable[tuple[float, float]], transfers: Iterable[tuple[float, float]]
 ) -> float:
-    """Return the seconds of `waits` during which at least one of `transfers` was in progress."""
+    """Return the seconds of `waits` during which at least one of `transfers` was in progress.
+
+    Waits and transfers are tuples (start, end), in seconds.
+    """
     reached, joined = float("-inf"), []
     for start, end in sorted(transfers):
         joined.append((max(start, reached), end))

@@ -77,8 +77,8 @@ class Action(NamedTuple):
     other branch of the guidance. -1: no other rank takes part."""
     part: DecodeRange | None = None
     """Part of the clip's decode, if several ranks decode the clip. DECODE decodes the part;
-    SEND_FRAMES and RECV_FRAMES transfer its frames; SHARE and RECV transfer the latent to the rank
-    that decodes it. None: the whole clip."""
+    SEND_FRAMES and RECV_FRAMES transfer the frames of the part; SHARE and RECV transfer the latent
+    to the rank that decodes the part. None: the whole clip."""
 
     def __str__(self) -> str:
         has_range = self.kind is Kind.DENOISE
@@ -211,26 +211,27 @@ class Route:
         return links
 
     def has_latent(self, rank: int) -> bool:
-        """Whether a rank has the final latent without receiving it from the route's last rank.
+        """Whether a rank other than the route's last rank computes the final latent, too.
 
-        Only the second rank of a CFG pair has: both ranks of the pair run the clip's last steps.
-        If several ranks decode the clip, the route's last rank sends the final latent to the
-        others.
+        Only one rank can: if a pair (two ranks) runs the clip's last steps, the first rank of the
+        pair is the route's last rank, and the second rank computes the same latent. So it does not
+        need to receive the latent before it decodes a part of the clip.
 
         Args:
-            rank: Any rank of the layout.
+            rank: Any rank of the layout. The result is False for the route's last rank.
         """
         last = self.ranges[-1]
         return self.paired and last.num_steps > 0 and rank == last.rank + 1
 
     def stages_after(self, rank: int) -> int:
-        """Return the number of stages of the route that follow the stage of a rank.
+        """Return how many ranges of the clip's route come after the range of a rank.
 
         Args:
             rank: Any rank of the layout. It may be the second rank of a pair.
 
         Returns:
-            Number of stages after the rank's own stage; 0 if the rank is not on the route.
+            Number of later entries of `ranges`. 0 for the route's last rank (or last pair), and for
+            a rank that is not on the route.
         """
         for num_after, part in enumerate(reversed(self.ranges)):
             is_second = self.paired and rank == part.rank + 1
@@ -253,7 +254,7 @@ class Route:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Actions of one rank for one clip. A RECV that may be posted early is kept apart."""
+    """Actions of one rank for one clip, in two parts: a RECV to post early, and all other work."""
 
     pending: Action | None
     """RECV of the clip's packet that the rank posts early, that is, before its work on the previous
@@ -272,9 +273,10 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         rank 0   ENCODE c0 @0   DENOISE c0 0:2   SEND c0 @2 >1   ENCODE c1 @0   DENOISE c1 0:2 ...
         rank 1   RECV c0 @2 <0   RECV c1 @2 <0   DENOISE c0 2:4   DECODE c0 @4   FINISH c0 @4 ...
 
-    An earlier rank that decodes a part of a clip does not wait until later ranks have run the
-    clip's last steps. In the meantime, it runs its steps of the next clips. Example of three clips
-    with 6 steps on three ranks, where ranks 1 and 2 each decode half of each clip (`>`):
+    A rank may also decode a part of a clip for the clip's last rank. While later ranks run the
+    remaining steps of this clip, the rank does not wait, but runs its steps of the next clips.
+    Example of three clips with 6 steps on three ranks, where ranks 1 and 2 each decode half of each
+    clip. A digit is a step of the clip with this number, `>` is a decode, and `.` is idle time:
 
         rank 0 |001122.......|
         rank 1 |..0011>22>..>|
@@ -295,8 +297,9 @@ def build_schedule(routes: Sequence[Route], world_size: int) -> Schedule:
         path = tuple((part.rank, part.num_steps > 0) for part in route.ranges)
         paths[route.ranges[-1].rank].add(path)
     visits: list[list[_Visit]] = [[] for _ in range(world_size)]
-    # For each rank: the visits in which the rank decodes a part of a clip for another rank, as
-    # tuples (n, visit). The visit is inserted after the first n visits of the rank in `visits`.
+    # A visit is the work of one rank on one clip. For each rank, `helps` has the visits in which
+    # the rank decodes a part of a clip for another rank, as tuples (n, visit). Finally, each of
+    # them is inserted after the first n visits that the rank has in `visits`.
     helps: list[list[tuple[int, _Visit]]] = [[] for _ in range(world_size)]
     for route in routes:
         for index, part in enumerate(route.ranges):
@@ -359,7 +362,10 @@ def _help_actions(route: Route, share: DecodeShare) -> tuple[Action, ...]:
 
 
 def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
-    """Yield (rank, visit) for each rank that receives a clip's final latent and decodes a part."""
+    """Yield (rank, visit) for each rank that receives a clip's final latent and decodes a part.
+
+    A visit has the rank's actions for this clip.
+    """
     clip, last = route.clip, route.ranges[-1]
     for share in route.shares[1:]:
         if not route.has_latent(share.rank):
@@ -370,7 +376,8 @@ def _decode_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
 def _second_visits(route: Route) -> Iterator[tuple[int, _Visit]]:
     """Yield (rank, visit) for the second rank of each pair that runs steps of the clip.
 
-    Example of one clip with 4 steps on two pairs (`=1` is the peer of a DENOISE, rank 1):
+    A visit has the rank's actions for this clip. Example of one clip with 4 steps on two pairs
+    (`=1` is the peer of a DENOISE, rank 1):
 
         rank 0   ENCODE c0 @0    SHARE c0 @0 >1       DENOISE c0 0:2 =1   SEND c0 @2 >2
         rank 1   RECV c0 @0 <0                        DENOISE c0 0:2 =0   SEND c0 @2 >3

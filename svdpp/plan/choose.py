@@ -96,7 +96,8 @@ class _Search:
 
     def choice(self) -> Choice:
         wholes = [self.data_parallel, *self._paired()]
-        # If the fixed layout is impossible, creating it here raises an error with the reason.
+        # `_layouts` leaves out impossible layouts. If it returns nothing, the fixed layout is
+        # created again here, to raise the error that tells the user why it is impossible.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
         possible += self._with_shared_experts(wholes)
         fitting = [*filter(self._fits, possible)]
@@ -243,6 +244,7 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
         for num_decoders in sorted({1, needed} - ({replica_size} if replica_size > 1 else set())):
             for split in SPLITS if replica_size > 1 else SPLITS[:1]:
                 # The uniform split raises an error if the stages cannot have equally many steps.
+                # Such a candidate is skipped.
                 with suppress(RequestError):
                     yield replace(
                         data_parallel,
@@ -253,7 +255,9 @@ def _candidates(data_parallel: Layout) -> Iterator[Layout]:
 
 
 def decoders_needed(num_steps: int, replica_size: int, costs: CostModel) -> int:
-    """Return the least number of ranks that must decode, so that decodes are not the bottleneck.
+    """Return the number of ranks of a replica that must take turns in decoding, 1 or more.
+
+    With fewer ranks, decodes would limit the throughput.
 
     Args:
         num_steps: Number of steps of a clip.

@@ -390,7 +390,7 @@ def _published(device: str, unet: float, clip: float, encoder: float, decoder: f
 
     Args:
         device: Name of the GPU.
-        unet: Milliseconds of 25 calls of the UNet.
+        unet: Milliseconds of 25 calls of the UNet, in total.
         clip: Milliseconds of the CLIP image encoder.
         encoder: Milliseconds of the VAE's encoder.
         decoder: Milliseconds of the VAE's decoder.

@@ -69,8 +69,8 @@ class Forecast:
     bubble: float
     """Idle time of all ranks, as a fraction (0 to 1) of `makespan` times the number of ranks."""
     computed_clips: int
-    """Number of clips whose times were computed. The other clips of `clips` are assumed to finish
-    at the same rate."""
+    """Number of clips whose times were computed, at most `clips`. All later clips are assumed to
+    finish at the same rate."""
 
     def extended(self, num_clips: int) -> Forecast:
         """Extend a forecast to more clips, which are assumed to finish at the same rate.
@@ -148,7 +148,7 @@ class _Simulation:
         clock = 0.0
         # Ids of the transfers for which later actions wait, by (clip, sender). Several ranks can
         # send frames of one clip, so the key of a RECV_FRAMES has the sender. All other keys have
-        # -1 in its place.
+        # -1 in place of the sender.
         arrivals: dict[tuple[int, int], _TransferId] = {}
         for action in self.schedule[rank]:
             self.current[rank] = action
@@ -242,7 +242,8 @@ def simulate_schedule(
     Args:
         schedule: Action list of each rank.
         costs: Seconds of each kind of work.
-        sizes: Factor for the costs of each clip, by the clip's index; empty: 1 for all clips.
+        sizes: Factor for the seconds of each clip's encode, steps and decode, by the clip's index;
+            transfers are not scaled. Empty: 1 for all clips.
 
     Returns:
         Spans in no particular order: of each ENCODE, DENOISE and DECODE, and spans of no length for
@@ -270,8 +271,8 @@ def summarise(spans: Iterable[Span], world_size: int) -> Forecast:
     Raises:
         ValueError: `spans` is empty.
     """
-    # The spans are sorted by their ends, so that the dicts below keep the last span of each clip.
-    # If spans of a clip have the same end, the one that started last is kept.
+    # The spans are sorted by their ends, so that `ends` and `finishers` keep the values of each
+    # clip's last span. If several spans of a clip end at the same time, the last one to start wins.
     spans = sorted(spans, key=lambda span: (span.end, span.start))
     if not spans:
         raise ValueError("the list of spans is empty, so there are no times to compute")
@@ -361,8 +362,8 @@ def _most_clips(layout: Layout) -> int:
     The result is a multiple of the number of ranks that finish clips, and at least that number.
     """
     visits = MAX_VISITS
-    # If several ranks decode a clip together, the forecast simulates the action lists, which is
-    # slower.
+    # If more ranks decode a clip than the one rank (or pair) that runs its last steps, `_forecast`
+    # simulates the action lists, which takes up to 20 times as long for each visit.
     if layout.decode_parallel_size > layout.cfg_parallel_size:
         visits //= 20
     each = max(1, visits // layout.num_stages)

@@ -29,7 +29,11 @@ from svdpp.plan.split import (
 
 
 class StepShare(NamedTuple):
-    """Steps that one rank runs, over all clips; the clips may be divided at different steps."""
+    """Steps that one rank runs.
+
+    A rank may run different steps of different clips, such as 3 to 6 of one clip and 4 to 7 of the
+    next. The range from `start` to `end` then covers all of them, here 3 to 7.
+    """
 
     rank: int
     start: int
@@ -440,7 +444,10 @@ class Layout(ParallelConfig):
 
     @cached_property
     def _cuts(self) -> tuple[ClipCuts, ...]:
-        """Division of the steps in each replica; one entry if all ranks are equally fast."""
+        """Division of the steps in each replica.
+
+        There is only one entry, for all replicas, if all ranks are equally fast.
+        """
         replicas = range(self.data_parallel_size if self.costs.differ_by_rank else 1)
         boundary = self.expert_boundary if self.separates_experts else None
         wholes = (StageGroup(self.num_steps, self.stages(replica)) for replica in replicas)

@@ -165,11 +165,14 @@ def layout_options() -> Mapping[str, LayoutOption]:
 
 
 def layout_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values of layout options by the names of fields, such as `data_parallel_size`.
+    """Rename layout options to fields of `ParallelConfig`: `replicas` to `data_parallel_size`.
 
     Args:
-        options: Values by option name, such as `replicas`. A name that is not an option of
-            `ParallelConfig` is not changed.
+        options: Values by the name of the option. A name that is not an option of `ParallelConfig`
+            is not changed.
+
+    Returns:
+        The same values by the name of the field.
     """
     field_of = {option.name: name for name, option in layout_options().items()}
     return {field_of.get(name, name): value for name, value in options.items()}

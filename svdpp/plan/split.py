@@ -85,10 +85,13 @@ class Stage:
         return max(fixed + num_steps * step for fixed, step in turns) / len(self.ranks)
 
     def steps_within(self, seconds: float, most: int) -> list[float]:
-        """Return the (fractional) number of a clip's steps for which each rank of a stage has time.
+        """Return how many steps of a clip each rank of a stage has time for; may be fractions.
+
+        If k ranks take turns, each has k times `seconds` for a clip. The time that the rank needs
+        for the clip's encode and decode is subtracted.
 
         Args:
-            seconds: Seconds between clips of the replica.
+            seconds: Seconds from one clip of the replica to the next.
             most: Upper limit of each number: the number of steps of a clip.
         """
         turns = zip(self.fixed_seconds, self.step_seconds, strict=True)
@@ -277,14 +280,15 @@ class ClipCuts:
     def all_cuts(self) -> list[tuple[int, Cuts]]:
         """Return all cuts that a replica's clips can have, as tuples (turn, cuts).
 
-        `turn` is the index of the entry of `positions` from which the cuts are rounded.
+        `turn` is an index in `positions`. The cuts result from rounding `positions[turn]`.
         """
         return [
             (turn, self._rounded(turn, phase))
             for turn, positions in enumerate(self.positions)
             # Positions and phases are fixed-point numbers, in which `_UNIT` is one step. As the
             # phase grows, the cuts change only where a position plus the phase becomes a whole
-            # step, so these phases give all possible cuts.
+            # number of steps, that is, at the phase `-position % _UNIT`. So these phases give all
+            # possible cuts.
             for phase in sorted({-position % _UNIT for position in positions})
         ]
 

@@ -2,9 +2,10 @@
 
 A finished clip usually stores only hashes of its tensors, which show whether bits differ, but not
 by how much. The tensors themselves are available in two cases:
-- The frames are stored as PNG files, which are lossless.
-- Two ranks (a pair) divided each batch of the denoiser (`cfg_parallel` 2), which can change bits. A
-  pair then makes the clip again. The new tensors are used if they have the recorded hashes.
+- Frames that are stored as PNG files, which are lossless, can be read.
+- A clip that was made by two ranks which divided each batch of the denoiser (`cfg_parallel` 2) is
+  made again in the same way. Its new tensors are used only if they have the recorded hashes. The
+  reference does not divide batches, so its bits can differ.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ def measure_distances(
 ) -> None:
     """Compare the tensors of finished clips with the reference's, where hashes differ.
 
-    A tensor of which only the hash is stored cannot be compared. Its check stays failed; a latent's
-    check becomes unknown if the clip's frames were compared.
+    If only the hash of a tensor is stored, the tensor cannot be compared, and its check stays
+    failed. There is one exception: if the clip's frames can be compared but its latent cannot, the
+    check of the latent becomes unknown (`equal` is None).
 
     Args:
         tasks: Finished clips with the same configuration.
@@ -66,7 +68,7 @@ def measure_distances(
 
 
 def has_other_bits(checks: Sequence[ClipCheck]) -> bool:
-    """Whether the hash of a clip's latent, frames or sound differs from the recorded hash."""
+    """Whether the recomputed latent, frames or sound has another hash than the clip's metadata."""
     return any(check.what in _HASHES and not check.equal for check in checks)
 
 

@@ -119,9 +119,9 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
 
     Args:
         clip: Finished clip.
-        image: Path of the clip's first image, or of a folder with the clip's inputs. If it is None,
-            or is an image and `name` is another input, the file is searched for at the recorded
-            path, and then in the clip's folder.
+        image: Path that the user gave: the clip's first image, or a folder that has all inputs of
+            the clip. None: search at the recorded path, and then in the clip's folder. If
+            `image` is the first image and `name` is another input, the search is that for None.
         name: Name of the input: `last_image`, or the name of a reference image or of an additional
             video; "": the clip's first image.
 
@@ -169,9 +169,8 @@ def _read_clip_json(path: Path) -> ClipOnDisk:
     raw = parse_clip_json(path)
     metadata = check_clip_metadata(raw, f"{str(path)!r} is not a clip's JSON")
     # The clip's file is found by the name of the JSON file (x.mp4.json describes x.mp4), not by the
-    # JSON's content, so that the JSON describes the file beside it even after both were moved. Up
-    # to svdpp 0.3, the JSON's name was x.json, so the name of the clip's file is read from the
-    # JSON.
+    # name in the JSON's content, so that it is found even after both files were renamed. Up to
+    # svdpp 0.3, the JSON's name was x.json, so for such files the name in the content is used.
     named, suffix = path.with_suffix(""), video.FORMAT_SUFFIXES[metadata["format"]]
     is_named = named.suffix == suffix if suffix else named.exists()
     file = named if is_named else path.with_name(metadata["output"])
@@ -268,8 +267,8 @@ class ClipCheck:
 
     what: Literal["latent", "frames", "audio", "file"]
     equal: bool | None
-    """Whether the check passes. None (unknown) occurs only for a latent whose hash differs, if the
-    latent itself is not stored, but the clip's frames are and were compared within a tolerance."""
+    """Whether the check passes. None: unknown. Only a latent's check can be unknown: its hash
+    differs, and the latent itself is not stored, so only the clip's frames could be compared."""
     recorded: str | None
     """SHA-256, in hex, from the metadata; None if the metadata do not have the hash."""
     found: str | None

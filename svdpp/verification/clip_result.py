@@ -19,8 +19,9 @@ class VerificationTask:
     config: PipelineConfig
     request: ClipRequest
     pair_config: PipelineConfig | None = None
-    """Configuration with which two ranks made the clip, if they divided each batch of the denoiser
-    (`cfg_parallel` 2). None: no batch was divided."""
+    """Configuration to make the clip again on two ranks, if two ranks ran each of its steps
+    (`cfg_parallel` 2), so that its bits may differ from the reference's. None: one rank ran each
+    step, or the metadata guarantee the bits of the reference (`exact` is true)."""
 
     @property
     def num_steps(self) -> int:

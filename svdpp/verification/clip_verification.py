@@ -103,8 +103,9 @@ def verify_clips(
     Args:
         tasks: Tasks with equal configurations, at least one.
         observers: Callbacks that get (0, event) for each event of the process that recomputes.
-        tolerance: Allowed difference of each element, for clips whose tensors are available; see
-            `clip_distance`.
+        tolerance: Allowed difference of each element. It has an effect only on tensors that are
+            available (see `clip_distance`), such as frames in PNG files. All other tensors must
+            have the recorded hash.
 
     Returns:
         Result for each clip. If an error ends the process that recomputes, this error is the result
@@ -114,7 +115,8 @@ def verify_clips(
     files: dict[int, Future[ClipCheck]] = {}
     with (
         temp_folder("svdpp-verify-") as folder,
-        # Files are checked in another thread, because this thread must keep reading heartbeats.
+        # Files are checked in another thread, because this thread must keep reading the heartbeats
+        # of the process that recomputes. Otherwise that process would seem to have stalled.
         ThreadPoolExecutor(max_workers=1) as executor,
     ):
 

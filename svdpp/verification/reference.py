@@ -257,8 +257,9 @@ class Reference:
                 patches.enter_context(hooked(pipe.scheduler, steps, {"step": "step"}))
             for module in filter(None, (getattr(pipe, part, None) for part in spec.denoisers)):
                 patches.enter_context(patch_methods(module, forward=steps.forward(module.forward)))
-            # As with diffusers' own `set_attention_backend`, the backend becomes the default of the
-            # whole process.
+            # The backend becomes the default of the whole process, because diffusers' own
+            # `set_attention_backend` has this effect, too. So the reference computes what a user's
+            # script computes.
             patches.enter_context(as_process_default(self._attention_backend))
             output = pipe(**arguments, **callback, output_type="pil")
         if spec.modular is None:

@@ -154,7 +154,7 @@ class VerificationResult:
 
     @property
     def largest(self) -> Check:
-        """Comparison of the tensor with the largest difference; if several, the first of them."""
+        """Comparison of the tensor that differs most; the first one if several differ equally."""
         return max(self.checks, key=lambda check: (check.max_abs_diff, check.max_ulp))
 
     @property

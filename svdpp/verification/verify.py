@@ -177,12 +177,13 @@ def run_pipelined(
     for observer in observers:
         pipeline.observe(observer)
     # If there are several hosts, this host has only the weights that its own ranks need. The
-    # reference needs all weights.
+    # reference needs all weights, so this call downloads those that are missing.
     if pipeline.world is not None and pipeline.world.spans_hosts:
         resolve_config(config.single_rank(), weights="all")
     with pipeline:
         results = pipeline.run(requests)
-    # With a launcher, this process was rank 0, and still holds memory that the reference needs.
+    # If a launcher (such as torchrun) started the ranks, this process itself was rank 0. It still
+    # holds GPU memory, which the process of the reference needs on the same device.
     if pipeline.world is not None:
         reset_peak()
     return [result.metadata for result in results]
@@ -274,7 +275,11 @@ class _Comparison:
     tolerance: Tolerance
 
     def clip(self, clip: int) -> Iterator[Check]:
-        """Compare the tensors of one clip with the reference's; yield the checks step by step."""
+        """Compare the tensors of one clip with the reference's, and yield the checks.
+
+        The order is: predictions, the latent at the end of each rank's range of steps, frames,
+        sound.
+        """
         config = self.config
         num_steps, axes = config.sampling.num_inference_steps, _step_axes(config)
         yield from _first_failure(self._predictions(clip))
