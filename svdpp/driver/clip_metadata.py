@@ -371,7 +371,7 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters recorded in a clip's metadata.
 
-    The metadata must have been checked before.
+    The metadata must have passed `check_clip_metadata`.
     """
     names = ("family", *sampling_fields(metadata["family"]))
     has_last_image = metadata.get("last_image_sha256") is not None
