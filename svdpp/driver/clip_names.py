@@ -133,7 +133,7 @@ def _keep_recorded(
 
     Args:
         jobs: Jobs of the run.
-        wanted: Name that each job would get without the earlier run, in two parts: `cat`, `_7`.
+        wanted: Name that each job would get without the earlier run, as beginning and end.
         recorded: Names that the earlier run gave, by `job_key`.
         names: Name of each job, empty if the job has none yet. Reused names are written here.
         taken: All names that are in use. Reused names are added.

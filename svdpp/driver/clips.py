@@ -383,8 +383,8 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        # Another thread may call `cancel`, which adds the request to `_cancelled`, until the handle
-        # has its outcome. So the request is removed only after that.
+        # Until the handle has its outcome, a call of `cancel` in another thread may add the request
+        # to `_cancelled`. So the request is removed only now.
         self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:

@@ -62,9 +62,9 @@ MAX_PRINTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Defaults for the fields that a line of a jobs file leaves out, and inputs of the model.
+    """Defaults for fields that a jobs file's line leaves out, and the inputs that the model takes.
 
-    Each `..._use` says whether a line needs, may have, or must not have the input.
+    Each field `..._use` says whether a line needs, may have, or must not have this input.
     """
 
     model: str

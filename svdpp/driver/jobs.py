@@ -132,7 +132,7 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
     between the ranks in a way that works for every number of steps.
 
     Args:
-        request: Request, whose sampling parameters apply to each job without its own parameters.
+        request: Request. Its sampling parameters apply to jobs that have none of their own.
         jobs: Jobs of the run, at least one.
     """
     samplings = dict.fromkeys(job.sampling or request.sampling for job in jobs)

@@ -50,7 +50,7 @@ def estimate_memory(
 
     Args:
         checkpoint: Checkpoint of the model; only its configs are read.
-        model: Model that the checkpoint belongs to.
+        model: Configuration of the model.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device. Temporary memory of kernels is counted only for `cpu`.
         num_threads: Number of intra-op threads of a rank on a CPU. torch's choice of kernels, and
@@ -72,7 +72,7 @@ def estimate_memory(
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
     """Count the FLOPs of a clip's encode, of one step, and of the clip's decode.
 
-    Under a launcher (torchrun or srun), a separate process counts.
+    Under a launcher (torchrun or srun), the FLOPs are counted in a separate process.
 
     Args:
         checkpoint: Checkpoint of the model; only its configs are read.

@@ -335,7 +335,8 @@ class PipelineRanks:
                 self.run_error = error
         try:
             # If `_abort` has ended the run, ranks that a launcher has started are not killed here:
-            # `_abort` first reads their reports to find a failed rank. `_clean_up` kills them then.
+            # `_abort` first reads their reports to find a failed rank, and then lets `_clean_up`
+            # kill them.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:

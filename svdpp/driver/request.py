@@ -238,8 +238,8 @@ class PipelineRequest:
     def with_one_step_per_rank(self) -> PipelineRequest:
         """Return a copy of the request for a short test run: one denoising step for each rank.
 
-        The copy has more steps if the scheduler or the model's family needs more. It keeps a number
-        of steps that the family fixes.
+        The copy has at least two steps, because some schedulers need two, and more if the model's
+        family needs more. If the family has a fixed number of steps, the copy keeps this number.
         """
         world_size = self.world_size
         sampling = self.sampling.with_few_steps(max(world_size, 2), world_size)
@@ -363,10 +363,10 @@ class PipelineRequest:
 
     @property
     def _num_turns(self) -> int:
-        """Number of ranks (or pairs) that the last stage has in addition to one; usually 0.
+        """Number of additional ranks (or pairs) for the last stage; 0 if there is one decoder.
 
-        With several decoders, `num_decoders` ranks take turns as the last stage: each runs the last
-        steps and the decode of every `num_decoders`-th clip.
+        With several decoders, `num_decoders` ranks (or pairs) take turns as the last stage: each
+        runs the last steps and the decode of every `num_decoders`-th clip.
         """
         return max(1, int(self.parallel.get("num_decoders", 1))) - 1
 
@@ -444,8 +444,8 @@ class PipelineRequest:
     def allows_pairs(self) -> bool:
         """Whether `auto` may choose `cfg_parallel` 2: only if this choice changes no bits."""
         # `expert_boundary` is only set for models with two experts. In each step, these models call
-        # the denoiser twice: for the conditional and for the unconditional prediction. In a pair,
-        # each rank makes one of these calls, with the same inputs as before, so no bits change.
+        # the denoiser twice: for the conditional and for the unconditional prediction. In a pair of
+        # ranks, each rank makes one of these calls, with the same inputs, so no bits change.
         if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):

@@ -144,7 +144,8 @@ def start_helper(
     kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
-        # Without the option -P, Python's -m would add the working folder to the module search path.
+        # Without the option -P, Python's -m would add the working folder to the module search path,
+        # so that a user's file such as numpy.py would hide the library.
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
