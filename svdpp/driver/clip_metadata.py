@@ -319,8 +319,8 @@ def parse_clip_json(path: Path) -> Any:
     """
     data = read_small_file(path, "clip's JSON")
     try:
-        # Python's parser is used, because pydantic's parser rejects the escapes for file names that
-        # are not UTF-8.
+        # Python's parser is used, because pydantic's parser rejects surrogate escapes (`\udcff`),
+        # which stand for the bytes of file names that are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(

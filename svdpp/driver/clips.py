@@ -72,7 +72,7 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """Progress of a clip: number of finished steps, number of steps, and rank at work.
+    """Progress of a clip: number of finished steps, number of steps, and rank that reported last.
 
     The rank is None until a rank has begun the clip.
     """

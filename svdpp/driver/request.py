@@ -208,8 +208,8 @@ class PipelineRequest:
         self._check_time_scale()
         parallel, costs, reason = self._chosen()
         why = "; ".join(filter(None, (self._note, reason)))
-        # Only the work of devices is scaled, because the dummy model's transfers and files are
-        # real.
+        # The scaled costs are the seconds of encodes, steps and decodes, for which the dummy model
+        # sleeps. Its transfers and files are real.
         if self.time_scale is not None:
             costs = costs.scaled(self.time_scale)
         config = PipelineConfig(
