@@ -1,1 +1,1 @@
-"""Code of the parent process: `Pipeline`, supervisor of ranks, jobs, and the manifest of a run."""
+"""Code of the ranks' parent process: `Pipeline`, supervisor, jobs, and the manifest of a run."""

@@ -319,8 +319,8 @@ def parse_clip_json(path: Path) -> Any:
     """
     data = read_small_file(path, "clip's JSON")
     try:
-        # Python's parser is used, because pydantic's parser rejects the escapes for file names that
-        # are not UTF-8.
+        # Python's parser is used, because pydantic's parser rejects surrogate escapes (`\udcff`),
+        # which stand for the bytes of file names that are not UTF-8.
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InputError(
@@ -371,7 +371,7 @@ def embedded_part(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def recorded_sampling(metadata: Mapping[str, Any]) -> SamplingConfig:
     """Return the sampling parameters recorded in a clip's metadata.
 
-    The metadata must have been checked before.
+    The metadata must have passed `check_clip_metadata`.
     """
     names = ("family", *sampling_fields(metadata["family"]))
     has_last_image = metadata.get("last_image_sha256") is not None

@@ -128,12 +128,13 @@ def _keep_recorded(
 ) -> None:
     """Give each job without a name the name that an earlier run gave to an equal job.
 
-    A name is reused only if it is the name in `wanted`, with or without a number such as `-2`.
+    Jobs are equal if they have the same `job_key` (a hash of a job's inputs and parameters). A name
+    is reused only if it is the name in `wanted`, with or without a number such as `-2`.
 
     Args:
         jobs: Jobs of the run.
-        wanted: Name that each job would get without the earlier run.
-        recorded: Names that the earlier run gave, by job key.
+        wanted: Name that each job would get without the earlier run, as beginning and end.
+        recorded: Names that the earlier run gave, by `job_key`.
         names: Name of each job, empty if the job has none yet. Reused names are written here.
         taken: All names that are in use. Reused names are added.
     """

@@ -17,7 +17,8 @@ from svdpp.media import video
 #: Name of the table's file in the output folder.
 CLIP_TABLE = "clips.jsonl"
 
-# Limit in bytes for a table that is read. A table with `MAX_CLIPS` clips is far smaller.
+# Maximum size, in bytes, of a `clips.jsonl` that svdpp reads. The file of a run with `MAX_CLIPS`
+# clips is far smaller.
 _MAX_BYTES = 2**30
 _REQUEST_FIELDS = (
     *("output", "input", "last_image", "references", "videos"),
@@ -32,7 +33,8 @@ _RESULT_FIELDS = (
 def read_names(path: Path) -> dict[str, list[str]]:
     """Return the names (without suffixes) of the clips in a run's `clips.jsonl`, by job hash.
 
-    The hash is that of `job_key`. Equal jobs have the same hash, so a hash can have several names.
+    The job hash is the result of `job_key`: a hash of a job's inputs and parameters. Equal jobs
+    have the same hash, so a hash can have several names.
 
     Args:
         path: Path of the table, which need not exist.
@@ -60,7 +62,7 @@ def read_names(path: Path) -> dict[str, list[str]]:
 def read_done(path: Path) -> dict[str, str]:
     """Return the finished clips in a run's `clips.jsonl`: a dict from file name to job hash.
 
-    The hash is that of `job_key`.
+    The job hash is the result of `job_key`: a hash of a job's inputs and parameters.
 
     Args:
         path: Path of the table, which need not exist.
@@ -147,7 +149,7 @@ class ClipTable:
         self._rows[index] = self._text({**row, "state": state, **_results(result), **more})
 
     def mark_lost(self, output: str, error: Mapping[str, Any]) -> None:
-        """Set a finished clip to failed in `clips.jsonl`, because the clip's file is missing.
+        """Mark a finished clip as failed in `clips.jsonl`, because the clip's file is missing.
 
         Args:
             output: Name of the clip's file.

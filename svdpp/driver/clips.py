@@ -72,7 +72,7 @@ class ClipFailure:
 
 @dataclass(frozen=True)
 class ClipProgress:
-    """Progress of a clip: number of finished steps, number of steps, and rank at work.
+    """Progress of a clip: number of finished steps, number of steps, and rank that reported last.
 
     The rank is None until a rank has begun the clip.
     """
@@ -169,7 +169,8 @@ class ClipHandle(Future[ClipResult]):
 
 # Number of recently ended clips whose latent checkpoints are removed once more at the end of the
 # run. A rank writes checkpoints in the background, so a checkpoint may appear after its clip has
-# ended. Older clips need no second removal, because a rank queues at most three checkpoints.
+# ended. A rank queues at most three checkpoints, so such a late checkpoint never belongs to an
+# older clip.
 _NUM_RECENT = 1000
 _CLEAN_UP_SECONDS = 20.0
 
@@ -201,16 +202,17 @@ class ClipTracker:
     ) -> None:
         self._send_to_all = send_to_all
         self._latents_folder = None if latents_folder is None else Path(latents_folder)
-        # (request, whether an error ended the clip) of recently ended clips. Files of these clips
-        # may be incomplete, or written after the clip has ended. `clean_up` removes such files.
+        # Recently ended clips, each as (request, whether an error ended the clip). A rank may have
+        # left incomplete files of these clips, or may have written a checkpoint after the clip
+        # ended. `clean_up` removes these files.
         self._recent: deque[tuple[ClipRequest, bool]] = deque(maxlen=_NUM_RECENT)
         self._tensor_folder = tensor_folder
         self._changed = threading.Condition()
         self.num_added = 0
         """Number of added clips, which is the index of the next clip."""
         self.finisher: threading.Thread | None = None
-        """Thread that finishes clips. If this thread itself waits for a clip, RuntimeError is
-        raised."""
+        """Pipeline's thread, which sets the results of clips. If this thread itself tries to wait
+        for a clip, a `RuntimeError` is raised."""
         self._open: dict[int, ClipHandle] = {}
         # Clips that `results` still has to yield: indices of unfinished clips, and handles of
         # finished clips.
@@ -236,15 +238,16 @@ class ClipTracker:
             return list(self._failures)
 
     def check_may_wait(self, handle: ClipHandle | None = None) -> None:
-        """Raise a `RuntimeError` if the thread that finishes clips is about to wait for a clip.
+        """Raise a `RuntimeError` if the pipeline's own thread is about to wait for a clip.
+
+        Only this thread sets the results of clips, so it would wait for itself forever.
 
         Args:
             handle: Handle of the clip to wait for. No error is raised if this clip is done already.
-                None: any clip.
+                None: the caller waits for any clip.
 
         Raises:
-            RuntimeError: The calling thread is the thread that finishes clips, and would wait
-                for itself.
+            RuntimeError: The calling thread is the pipeline's own thread.
         """
         if threading.current_thread() is self.finisher and not (handle and handle.done()):
             raise RuntimeError(
@@ -380,8 +383,8 @@ class ClipTracker:
             self._prune(request)
         if handle is not None:
             self._complete(handle, outcome)
-        # The request is removed from `_cancelled` last, because another thread can add the request
-        # by `cancel` until the handle has its outcome.
+        # Until the handle has its outcome, a call of `cancel` in another thread may add the request
+        # to `_cancelled`. So the request is removed only now.
         self._cancelled.pop(clip, None)
 
     def _complete(self, handle: ClipHandle, outcome: dict[str, Any] | SvdppError | None) -> None:

@@ -62,7 +62,10 @@ MAX_PRINTED = 20
 
 @dataclass(frozen=True, kw_only=True)
 class LineDefaults:
-    """Defaults for fields that lines of a jobs file leave out; which inputs the model takes."""
+    """Defaults for fields that a jobs file's line leaves out, and the inputs that the model takes.
+
+    Each field `..._use` says whether a line needs, may have, or must not have this input.
+    """
 
     model: str
     """Name of the model, for messages."""
@@ -78,11 +81,11 @@ class LineDefaults:
     seed: int = 0
     negative_prompt: str | None = None
     last_image: str | None = None
-    """Path, relative to the working folder, of the last image for clips that start from an image;
-    None: clips have no last image."""
+    """Path, relative to the working folder, of the image for the last frame. Only clips that
+    start from an image get it. None: there is no default."""
     references: tuple[str, ...] = ()
-    """Paths, relative to the working folder, of the reference images for clips that start from an
-    image."""
+    """Paths, relative to the working folder, of the reference images. Only clips that start
+    from an image get them."""
     videos: Mapping[str, str] = field(default_factory=dict)
     """Paths, relative to the working folder, of additional input videos, by field name."""
     format: VideoFormat = "mp4"

@@ -39,8 +39,8 @@ from svdpp.media.inputs import check_image_shapes
 from svdpp.models.checkpoint import Checkpoint
 
 _REPLACE_OR_KEEP = "`overwrite` replaces it; another `out` folder keeps both"
-# Number of frames that is assumed for a clip that sets none, when the sizes of a run's clips are
-# compared. The model's default is not known at that time. Published SVD models make 14 or 25
+# Number of frames that is assumed for a clip without `num_frames`, when the sizes of a run's clips
+# are compared. The model's default is not known at that time. Published SVD models make 14 or 25
 # frames.
 _USUAL_FRAMES = 25
 #: Fields of a clip's JSON, besides the sampling parameters, that a line of a jobs file can set.
@@ -128,11 +128,11 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
     """Return a copy of a request, changed so that one pipeline can make the clips of all jobs.
 
     The copy has the sampling parameters of the largest clip and the LoRAs of every clip. If the
-    number of steps differs between clips, `steps_vary` is set, so that the default split works for
-    every number of steps.
+    number of steps differs between clips, `steps_vary` is set. By default, the steps are then split
+    between the ranks in a way that works for every number of steps.
 
     Args:
-        request: Request with the sampling parameters of jobs that set none.
+        request: Request. Its sampling parameters apply to jobs that have none of their own.
         jobs: Jobs of the run, at least one.
     """
     samplings = dict.fromkeys(job.sampling or request.sampling for job in jobs)

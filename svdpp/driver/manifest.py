@@ -32,7 +32,8 @@ SCHEMA_VERSION = 1
 # Minimum time in seconds between two writes of the manifest. The time is short enough for users who
 # watch the run in the file, and long enough not to overload a network folder.
 _WRITE_SECONDS = 1.0
-# Limit in bytes for a manifest that is read. A manifest with `MAX_CLIPS` clips is far smaller.
+# Maximum size, in bytes, of a `run.json` that svdpp reads. The file of a run with `MAX_CLIPS`
+# clips is far smaller.
 _MAX_BYTES = 2**30
 # Timeout in seconds of the writes at the beginning and the end of a run. After this timeout, the
 # output folder counts as unresponsive.
@@ -77,8 +78,8 @@ def open_manifest(
         path: Path of `run.json`.
         config: Configuration of the pipeline.
         clips: Plan of the run: clips to make, and finished clips.
-        failed: Entry for each input with an error, from which no clip can be made. `output` is
-            None, and `error` is the error as a JSON object.
+        failed: Entry of `run.json` for each input from which no clip can be made. In the entry,
+            `output` is None, and `error` is the reason as a JSON object.
         table: Path of `clips.jsonl`.
     """
     run = {
@@ -218,7 +219,7 @@ class RunManifest:
         self._changed = True
 
     def mark_lost(self, output: str, error: OutputError) -> None:
-        """Set a finished clip to failed in `run.json`, because the clip's file was removed.
+        """Mark a finished clip as failed in `run.json`, because the clip's file was removed.
 
         Args:
             output: Name of the clip's file, as in the clip's entry of `run.json`.

@@ -1,8 +1,9 @@
 """Memory estimates and FLOP counts, in this process or in a separate one.
 
-An estimate or count runs Python code for seconds. Under torchrun, rank 0 is a thread of this
-process, and would wait for the GIL, so the work is done in a separate process. Without a launcher,
-the work is done in this process, because a separate process would take seconds to import diffusers.
+An estimate or count runs Python code for seconds. Under a launcher (torchrun or srun), rank 0 is a
+thread of this process, and would wait for the GIL, so the work is done in a separate process.
+Without a launcher, the work is done in this process by default, because a separate process would
+take seconds to import diffusers.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ def estimate_memory(
     """Estimate the memory of each part of a model; see `models.memory.estimate`.
 
     Args:
-        checkpoint: Checked checkpoint; only its configs are read.
-        model: Model that the checkpoint belongs to.
+        checkpoint: Checkpoint of the model; only its configs are read.
+        model: Configuration of the model.
         sampling: Resolved sampling parameters.
         device: `cpu`, or a CUDA device. Temporary memory of kernels is counted only for `cpu`.
         num_threads: Number of intra-op threads of a rank on a CPU. torch's choice of kernels, and
             so the memory, depends on this number.
         apart: Whether to estimate in a separate process, so that this process does not import
-            diffusers (350 MB).
+            diffusers (350 MB). Under a launcher, a separate process is always used.
 
     Raises:
         RequestError: The model cannot make a clip of this size.
@@ -70,6 +71,8 @@ def estimate_memory(
 
 def count_flops(checkpoint: Checkpoint, model: ModelConfig, sampling: SamplingConfig) -> PartFlops:
     """Count the FLOPs of a clip's encode, of one step, and of the clip's decode.
+
+    Under a launcher (torchrun or srun), the FLOPs are counted in a separate process.
 
     Args:
         checkpoint: Checkpoint of the model; only its configs are read.

@@ -36,7 +36,7 @@ class OutputPolicy:
     resume: bool = False
     replaces_changed: bool = False
     """Whether `resume` replaces a clip whose input or sampling parameters have changed, as in runs
-    with a jobs file."""
+    with a jobs file. False: such a clip is an error."""
     is_restarted: bool = False
     latents_folder: Path | None = None
 

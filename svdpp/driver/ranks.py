@@ -292,7 +292,7 @@ class PipelineRanks:
             raise reraisable(self.run_error)
 
     def _abort(self, error: BaseException | None) -> BaseException | None:
-        """End the ranks immediately. A call in the pipeline's thread does not wait for their end.
+        """End the ranks immediately; wait for their end unless called in the pipeline's thread.
 
         Args:
             error: Reason that is sent to ranks on other hosts; None: no more results are needed.
@@ -317,8 +317,8 @@ class PipelineRanks:
             if failure is None:
                 failure = self._supervisor.find_root_cause()
             elif failure is self._supervisor.interruption:
-                # The same signal has ended all ranks. Another rank has only reported the signal
-                # earlier, and so is not the cause.
+                # The signal that interrupted this process also ended the other ranks. One of them
+                # only reported the signal first, so it is not the cause.
                 failure = None
         self._clean_up(failure or error)
         return failure
@@ -335,7 +335,8 @@ class PipelineRanks:
                 self.run_error = error
         try:
             # If `_abort` has ended the run, ranks that a launcher has started are not killed here:
-            # `_abort` first reads their reports to find a failed rank. `_clean_up` kills them then.
+            # `_abort` first reads their reports to find a failed rank, and then lets `_clean_up`
+            # kill them.
             if self.run_error is not None or (reason is self._closed_error and self.world is None):
                 self._running_supervisor.kill(self.run_error)
         finally:

@@ -87,7 +87,7 @@ def find_device(device: str, model_name: str, *, any_on_cpu: bool = False) -> st
     if visible_gpus():
         import torch
 
-        # A CPU build of torch cannot use the GPU: then `is_available` is false.
+        # `is_available` is false if the installed torch is a CPU build, which cannot use the GPU.
         if torch.cuda.is_available():
             return "cuda"
     if any_on_cpu or model_name in (*DEMO_MODELS, DUMMY_MODEL):
@@ -208,8 +208,8 @@ class PipelineRequest:
         self._check_time_scale()
         parallel, costs, reason = self._chosen()
         why = "; ".join(filter(None, (self._note, reason)))
-        # Only the work of devices is scaled, because the dummy model's transfers and files are
-        # real.
+        # The scaled costs are the seconds of encodes, steps and decodes, for which the dummy model
+        # sleeps. Its transfers and files are real.
         if self.time_scale is not None:
             costs = costs.scaled(self.time_scale)
         config = PipelineConfig(
@@ -236,10 +236,10 @@ class PipelineRequest:
         require(is_scale, wrong, above=0, value=scale)
 
     def with_one_step_per_rank(self) -> PipelineRequest:
-        """Return a copy of the request, in which each rank has one denoising step.
+        """Return a copy of the request for a short test run: one denoising step for each rank.
 
-        The copy has at least two steps, which some schedulers need, and more if the family needs
-        more.
+        The copy has at least two steps, because some schedulers need two, and more if the model's
+        family needs more. If the family has a fixed number of steps, the copy keeps this number.
         """
         world_size = self.world_size
         sampling = self.sampling.with_few_steps(max(world_size, 2), world_size)
@@ -323,7 +323,10 @@ class PipelineRequest:
 
     @property
     def _default_split(self) -> str | None:
-        """Split to use if the user gives no split; None: the default of `ParallelConfig`."""
+        """Division of the steps between the ranks if the user gives none, such as `balanced`.
+
+        None: the default of `ParallelConfig` is used.
+        """
         given = self.parallel
         can_be_balanced = self._requires_even_steps(given) and "split" not in given
         # A uniform split gives each rank the same number of steps. It rarely fits a model with two
@@ -360,19 +363,23 @@ class PipelineRequest:
 
     @property
     def _num_turns(self) -> int:
-        """Number of ranks (or pairs) that take turns with another one as the last stage."""
+        """Number of additional ranks (or pairs) for the last stage; 0 if there is one decoder.
+
+        With several decoders, `num_decoders` ranks (or pairs) take turns as the last stage: each
+        runs the last steps and the decode of every `num_decoders`-th clip.
+        """
         return max(1, int(self.parallel.get("num_decoders", 1))) - 1
 
     @property
     def _max_stages(self) -> int:
-        """Number of stages of one pipeline that uses all devices; 1 if there are too few."""
+        """Number of stages if one pipeline uses all devices; 1 if there are too few devices."""
         return max(1, self._num_devices // self._pair_size - self._num_turns)
 
     @property
     def _even_world(self) -> int:
-        """Largest number of ranks whose stages have equally many steps.
+        """Largest number of ranks with which every stage has the same number of steps.
 
-        It may be larger than the number of devices if these are too few for one stage.
+        It is at most the number of devices, unless these are too few for even one stage.
         """
         stages = largest_world(self.sampling.num_inference_steps, self._max_stages)
         return self._pair_size * (stages + self._num_turns)
@@ -436,8 +443,9 @@ class PipelineRequest:
     @cached_property
     def allows_pairs(self) -> bool:
         """Whether `auto` may choose `cfg_parallel` 2: only if this choice changes no bits."""
-        # Models with two experts call the denoiser twice in each step: for the conditional and for
-        # the unconditional prediction. Two ranks make the same two calls, so the bits are equal.
+        # `expert_boundary` is only set for models with two experts. In each step, these models call
+        # the denoiser twice: for the conditional and for the unconditional prediction. In a pair of
+        # ranks, each rank makes one of these calls, with the same inputs, so no bits change.
         if self.expert_boundary is not None:
             return True
         if self.settings.get("allow_mixed_devices"):

@@ -40,8 +40,8 @@ _POLL_SECONDS = 0.1
 # rank that caused the failure often arrives later.
 _REPORT_SECONDS = 0.5
 _END_SECONDS = 30.0
-# Width, in columns, of the grid of ranks and steps in error messages. With the rank's name and the
-# remark, a line has 80 columns.
+# Width, in columns, of the grid of ranks and steps in error messages. With the label of the rank
+# and a remark such as `rank 3 died here`, a line has about 80 columns.
 _GRID_WIDTH = 44
 # Exit code that Python reports for a process, instead of the real one, if the process's fork server
 # has ended.
@@ -352,8 +352,9 @@ def _is_interrupt(event: Failed) -> bool:
 
 # --- detection of stalled ranks -----------------------------------------------------------------
 
-# While a rank starts, the limit for its silence is longer by this factor. At the start, a library
-# may hold the GIL for long, as CUDA's initialisation does with many GPUs.
+# While a rank starts, the time without a heartbeat after which it counts as stalled is longer by
+# this factor. A library may then hold the GIL for long, as CUDA's initialisation does with many
+# GPUs, so that the rank's thread cannot send heartbeats.
 _PATIENCE_AT_START = 8
 # This process normally polls several times a second. If more than these seconds pass between two
 # polls, this process itself was paused.
@@ -437,7 +438,8 @@ class StallDetector:
         state.started = True
         state.last_message = now
         if isinstance(event, Heartbeat):
-            # An idle rank makes no progress, but is not stalled. The end of a wait is progress.
+            # A rank that is idle, or whose wait has just ended, counts as making progress, so that
+            # it is not reported as stalled.
             is_idle = event.action is None and not event.writing
             if is_idle or (state.heartbeat.waiting and not event.waiting):
                 state.last_progress = now

@@ -158,8 +158,8 @@ class SpanBuilder:
             spans.insert(1, StepSpan(rank, step.clip, step.step, begun, end))
             end = begun
         if done.waited > 0:
-            # One span may stand for two waits, one for a send and one for a receive, with a tiny
-            # gap between them.
+            # `waited` may be the sum of two waits, one for a send and one for a receive. One span
+            # stands for both, because the gap between them is tiny.
             spans.append(WaitSpan(rank, action.clip, start - done.waited, start))
         return spans
 
@@ -301,7 +301,7 @@ class Trace:
         return summarise(self.spans, self.world_size)
 
     def costs(self) -> CostModel:
-        """Return a cost model with the mean seconds of each kind of work, as this run has measured.
+        """Return a cost model with the mean seconds that this run measured for each kind of work.
 
         Raises:
             RequestError: No step was measured.

@@ -138,8 +138,8 @@ def _preload(starter: int, folder: str, *modules: str) -> None:
         the server.
         """
         deadline = time.monotonic() + _WAIT_SECONDS
-        # The parent is checked repeatedly, because an ending process closes its pipes a moment
-        # before its children get another parent.
+        # The check is repeated, because an ending process closes its pipes a moment before its
+        # children get another parent, by which they notice its end.
         while time.monotonic() < deadline:
             end_if_starter_has_ended()
             time.sleep(0.01)
@@ -153,7 +153,8 @@ def _print_unless_reported(
 ) -> None:
     """Print an uncaught exception of the fork server, unless the parent reports it.
 
-    The parent reports an exception if it means that the system refused a fork.
+    If the exception means that the system refused to start a process or thread, the parent reports
+    it.
     """
     if limit_error(error) is None:
         sys.__excepthook__(kind, error, where)

@@ -20,7 +20,8 @@ from svdpp.comm.transport import GROUP_TIMEOUT
 from svdpp.errors import BrokenLinkError, RankError, RequestError, first_line, pluralize
 from svdpp.launch.world import World, store_address
 
-# Longest time in seconds for leaving the group. The parent must wait longer for the end of a rank.
+# Longest time in seconds for leaving the group before a rank exits. The parent must allow a rank
+# more time than this to exit.
 _LEAVE_SECONDS = 20.0
 
 #: Open stores (`dist.Store`) of this process, by world, host and port.

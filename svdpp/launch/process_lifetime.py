@@ -109,8 +109,8 @@ def _missing(environment: Mapping[str, str]) -> dict[str, str]:
     }
     existing = set(environment)
     if "TORCHELASTIC_RUN_ID" in environment and environment.get(_NCCL_ERRORS) == "1":
-        # torchrun sets the variable to 1. This value does not show what the user wants, so it is
-        # replaced by svdpp's value.
+        # torchrun itself sets TORCH_NCCL_ASYNC_ERROR_HANDLING to 1. So the value 1 need not be the
+        # user's choice, and is replaced by svdpp's value.
         existing.discard(_NCCL_ERRORS)
     return {name: value for name, value in values.items() if name not in existing}
 
@@ -144,7 +144,8 @@ def start_helper(
     kept = {name: value for name, value in variables.items() if name not in _LAUNCHER_VARIABLES}
     path = os.pathsep.join(map(os.path.abspath, sys.path))
     return subprocess.Popen(
-        # Without the option -P, Python's -m would add the working folder to the module search path.
+        # Without the option -P, Python's -m would add the working folder to the module search path,
+        # so that a user's file such as numpy.py would hide the library.
         [sys.executable, "-P", "-m", module, *map(str, arguments)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -127,7 +127,7 @@ class ClockOffset(NamedTuple):
 
 
 class LaunchContext(NamedTuple):
-    """Context that a rank's entry point gets when it starts: world, channel, and how to join."""
+    """Context that a rank's entry point gets: world, channel to the parent, and a join function."""
 
     world: World
     backend: str

@@ -22,7 +22,7 @@ _FIRST_PORT, _NUM_PORTS = 29500, 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """Rank of a process, and numbers of ranks and hosts of the world that the rank belongs to.
+    """Rank of a process, and numbers of ranks and hosts in its world (all ranks of the run).
 
     Without a launcher, one svdpp command starts all ranks on one machine.
     """
@@ -39,8 +39,8 @@ class World:
     """Index of the rank's host, from 0."""
     num_hosts: int = 1
     is_even: bool = True
-    """Whether all hosts have the same number of ranks. True if the launcher does not tell the
-    number of each host."""
+    """Whether all hosts have the same number of ranks. True if the launcher does not tell how many
+    ranks each host has."""
     launcher: Literal["torchrun", "slurm"] | None = None
     """Launcher that started the process; None: svdpp itself started it."""
     restarts: int = 0
