@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# A hint is split only here, so proposals need no grammar; see the class `SvdppError`.
+# Separators of the proposals in a hint, as defined by `SvdppError`. Each proposal is a clause with
+# its own verb, so any of them can be removed and the rest is still a sentence.
 _SEPARATOR = re.compile(r"(; |, or )")
 # Options behind the name of a program belong to that program, as in `svdpp plan --layout auto`.
 _PROGRAM = re.compile(r"\b(?:svdpp|hf|docker) ")
