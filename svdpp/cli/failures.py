@@ -45,8 +45,8 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
     Returns:
         Exit code, 2.
     """
-    # Of Typer's usage errors, only the base class is public, and it has no `ctx`. So `ctx` is read
-    # with getattr.
+    # Only usage errors have a `ctx`, and their class is private in Typer. So `ctx` is read with
+    # getattr.
     context: Any = getattr(error, "ctx", None)
     sentence = error.format_message().strip().rstrip(".")
     for words, ours in _PYDANTIC.items():

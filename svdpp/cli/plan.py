@@ -311,8 +311,8 @@ def plan(
 def _default_world() -> int:
     """Return the number of ranks for a plan: this machine's GPUs; 4 on a machine without GPUs."""
     if not any(map(os.path.exists, _DRIVERS)):
-        # Without a device file of NVIDIA's driver there is no GPU, so the time to import NVML is
-        # saved.
+        # Without a device file of NVIDIA's driver there is no GPU, so NVML, whose import takes
+        # time, need not be asked.
         return _DEFAULT_WORLD
     from svdpp.launch.gpus import visible_gpus
 

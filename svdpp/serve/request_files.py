@@ -82,7 +82,8 @@ class RequestFiles:
             uploads: Stack to which this method adds a callback for each stored file. When the stack
                 is closed, the callbacks remove the files.
             decoded: Cache with the properties (such as width and height) of files that were decoded
-                before. These files are not decoded again. None: every file is decoded.
+                before. These files are not decoded again. All other files are decoded and added to
+                the cache. None: every file is decoded.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.

@@ -475,14 +475,17 @@ class Service:
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return why this server cannot make the clip of a job for the server's model, or None."""
+        """Return why this server cannot make the clip of a job; None if it can.
+
+        The job must be for this server's model.
+        """
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make the clip of a job for any model; None if it can.
+        """Return why this server cannot make the clip of a job; None if it can.
 
-        If the job is for another model, the reason names that model and this server's model.
+        The job may be for another model. In that case, the reason names both models.
         """
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
