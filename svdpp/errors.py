@@ -31,8 +31,9 @@ _FOLDERS = re.compile(
 # Control characters: C0 without the line break, DEL, C1, Unicode's line and paragraph separators,
 # and marks of the writing direction.
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-# User name and password in a URL. A password that is not percent-encoded may contain `@`, so it
-# ends at the last `@`. In `http://host:8000/a@b`, the number after the colon is a port.
+# User name and password in a URL. A password that is not percent-encoded may contain `@`, so the
+# match ends at the last `@`. In `http://host:8000/a@b`, the number after the colon is a port, not a
+# password, so nothing matches.
 _URL_PASSWORD = re.compile(
     r"(?<=://)(?:[^/\s@'\":]*:(?!\d{1,5}(?:[/?#\s'\"]|$))[^\s'\"]*|[^/\s@'\"]+)@"
     r"|(?<=[?&]password=)[^\s'\"&]+"
@@ -47,8 +48,8 @@ class SvdppError(Exception):
         hint: Fix, usually the next command to type; empty if there is no fix. A hint is one or more
             proposals, separated only by "; " or ", or ", such as "use `num_inference_steps` 21, or
             use `world_size` 3". Each proposal is a clause with its own verb, because the command
-            line leaves out proposals that name an option which the command lacks. Alternatives
-            within one proposal may name only options that always exist together.
+            line leaves out proposals that name an option which the command lacks. If one proposal
+            names several options, each command must have all of them or none.
         details: Numbers in the message and other facts for programs, by name; JSON values.
 
     Messages and hints write the names of configuration fields in backticks, such as `num_frames`.
@@ -205,12 +206,12 @@ class TransportError(RankError):
 
 
 class MismatchError(TransportError):
-    """Error for a packet that is not the one that the receiver expects. The sender is at fault.
+    """Error for a packet (tensors sent between ranks) that is not the one the receiver expects.
 
-    `details` contains `clip`, `step`, `from_rank` and `to_rank`. For each value that differs, such
-    as `next_step`, `shape`, `dtype`, `bytes` or `tensors`, it contains `sent_<value>` and
-    `expected_<value>`. `missing` and `extra` list the names of tensors that the packet lacks, and
-    of tensors that it should not have.
+    The sender is at fault. `details` contains `clip`, `step`, `from_rank` and `to_rank`. For each
+    value that differs, such as `shape` or `dtype`, `details` also contains what was sent and what
+    was expected, as in `sent_shape` and `expected_shape`. `missing` lists the names of tensors that
+    the packet lacks, and `extra` those of tensors that it should not have.
     """
 
 
@@ -466,7 +467,10 @@ def redact(text: str) -> str:
 
 
 def redaction() -> Callable[[str], str]:
-    """Return a function like `redact`, for many texts: it does not read the environment again."""
+    """Return a function that does the same as `redact`, but faster for many texts.
+
+    The secrets are read from the environment once, not for each text.
+    """
     homes = [re.compile(rf"(?<![\w~.-]){re.escape(home)}(?![\w.-])") for home in _homes()]
     named = (value for name, value in os.environ.items() if _SECRET_NAME.search(name))
     # Long secrets are replaced first, because a secret can contain another secret.
@@ -564,7 +568,13 @@ def located_path(text: str, folder: str | Path) -> Path:
 
 
 def recorded_name(name: str) -> str:
-    """Return a model's name in the form for files: `~/...` for a folder below the user's home."""
+    """Return a model's name for metadata files, without hub tokens or the path of the home folder.
+
+    The path of a model folder below the user's home begins with `~/`.
+
+    Args:
+        name: Name of a hub model, or path of a folder.
+    """
     for home in _homes():
         if _is_below(name, home):
             return "~/" + os.path.relpath(name, home)

@@ -1,4 +1,7 @@
-"""Program `svdpp`: its commands, each of which is imported only when it runs, and its exit code."""
+"""Entry point of the program `svdpp`: runs the command that the user names.
+
+To start fast, the program imports a command's module only when that command runs.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ _ONE_SCREEN = 16
 
 
 class LazyGroup(LazyOptionGroup):
-    """Group of commands; a module is imported only if the command line names its command."""
+    """Group of commands. The module of a command is imported only if the user names the command."""
 
     def resolve_command(  # type: ignore[override]  # the base class has a private context
         self, ctx: typer.Context, args: list[str]
@@ -131,8 +134,8 @@ def load_command(name: str) -> TyperCommand:
         name: One of `COMMANDS`.
 
     Returns:
-        Command of Typer. If a command has few options, its `--help` shows all of them, like its
-        `--help-all`.
+        Command of Typer. If it has at most `_ONE_SCREEN` options, `--help` shows all of them.
+        Otherwise `--help` shows only the common options, and `--help-all` shows the others too.
     """
     command = typer.main.get_command(import_module(f"svdpp.cli.{name}").app)
     assert isinstance(command, TyperCommand), "a module has one command"
@@ -154,7 +157,7 @@ def run_command_line(arguments: Sequence[str]) -> int:
     try:
         return app(words, prog_name="svdpp", standalone_mode=False, obj=tuple(words)) or 0
     except typer.TyperException as error:
-        # without arguments, Typer shows the help and raises an exception that is not an error
+        # For `svdpp` without arguments, Typer has already printed the help, so no error is printed.
         if not arguments:
             return 2
         return report_usage_error(error, arguments)
@@ -164,8 +167,8 @@ def run_command_line(arguments: Sequence[str]) -> int:
         return error.exit_code
     except typer.Abort:
         return 1
-    # While a command runs, `report_errors` handles signals. A signal before or after that raises
-    # `Interrupted` here.
+    # While a command runs, `report_errors` catches `Interrupted` and prints it. A signal before or
+    # after that raises `Interrupted` here, and the program ends silently.
     except Interrupted as error:
         return exit_code_of(error)
     # SystemExit is raised after a shell completion, or if the program that reads stdout has ended

@@ -79,7 +79,8 @@ def bench(console: Console, launched: World | None, options: BenchOptions) -> No
 
     Raises:
         VerificationError: The bits of a clip differ from those of diffusers.
-        RequestError: Not exactly one configuration is named, or its fields contradict each other.
+        RequestError: No configuration or more than one is named, or the fields of the configuration
+            contradict each other.
     """
     names, overrides = _split_words(options.words or [])
     if options.compare is not None:
@@ -222,7 +223,9 @@ def _run(console: Console, one: Bench, results: Path) -> dict[str, Any]:
 
 
 def show_summary(console: Console, summary: dict[str, Any]) -> None:
-    """Print a benchmark's metrics, speed-ups, what limits its speed, and whether bits agree.
+    """Print a benchmark's metrics and speed-ups, what limits its speed, and whether bits match.
+
+    The bits are those of the clips. They are compared with the clips of diffusers.
 
     Args:
         console: Console of the command.

@@ -93,12 +93,14 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
     its value is a mapping of those options that the user has given.
 
     Args:
-        function: Function whose parameters are option groups (frozen dataclasses), `Console`,
-            `typer.Context`, or the launcher's world (`World | None`), by their annotations. Its
-            docstring, up to the first section, is the help.
+        function: Function to wrap. The annotation of each parameter decides what is passed: an
+            option group (a frozen dataclass), the `Console`, the `typer.Context`, or the
+            launcher's `World | None`. The docstring of the function, up to the first section
+            such as `Raises:`, is the help.
 
     Returns:
-        Function for `typer.Typer.command`, which reports errors and exits with their codes.
+        Function for `typer.Typer.command`. If the command raises an error, the function prints the
+        error and exits with the error's exit code.
     """
     hints = {**get_type_hints(function), "common": CommonOptions}
     groups = {
@@ -136,20 +138,23 @@ def with_option_groups(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names_of_fields(context: typer.Context) -> dict[str, str]:
-    """Map each field that errors may name to its option, spelled as the user typed it."""
+    """Map each field that errors may name to its option, such as `num_frames` to `--frames`.
+
+    If the user typed an alias of the option, the alias is returned.
+    """
     typed = {name: as_typed for names, as_typed in _given_options(context) for name in names}
     options = {str(one.name): one.opts[0] for one in context.command.params} | option_names()
     return {field: typed.get(option, option) for field, option in options.items()}
 
 
 def typed_options(context: typer.Context) -> dict[str, str]:
-    """Return a command's options as the user typed them, by the name of their parameter.
+    """Return the options that the user typed, each under the name or alias that was typed.
 
     Args:
         context: Context of the command.
 
     Returns:
-        Typed names, such as `--world` for `--gpus`, by the name of the parameter.
+        Typed names, by the name of the function's parameter, such as `{"gpus": "--world"}`.
     """
     by_name = {name: typed for names, typed in _given_options(context) for name in names}
     return {
@@ -160,7 +165,7 @@ def typed_options(context: typer.Context) -> dict[str, str]:
 
 
 def show_all_options(command: Any) -> None:
-    """Make the help and the completion of a command show all of its options.
+    """Make a command's help and shell completion show all options, not only the common ones.
 
     Args:
         command: Command of Typer.

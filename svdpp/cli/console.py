@@ -51,7 +51,9 @@ class Stdout(RichConsole):
     """Console of rich for stdout. The command ends when the reader, such as `head`, has ended."""
 
     def on_broken_pipe(self) -> None:
-        """End the command, because the reader of stdout has ended; see `RichConsole`.
+        """End the command, because the program that reads stdout has ended.
+
+        Rich calls this method when a write to stdout raises a `BrokenPipeError`.
 
         Raises:
             typer.Exit: Always, with the exit code of SIGPIPE.
@@ -64,7 +66,7 @@ class _Stderr(RichConsole):
     """Console of rich for stderr. If the reader of stderr has ended, the command continues."""
 
     def on_broken_pipe(self) -> None:
-        """Drop further output to stderr, because no program reads it; see `RichConsole`."""
+        """Drop further output to stderr. Rich calls this after a `BrokenPipeError`."""
         self.quiet = True
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
@@ -247,7 +249,8 @@ class Console:
         self.err.print(Text.assemble(("error: ", "bold red"), _sanitize(message)))
         if hint:
             self.err.print(Text.assemble(("hint: ", "bold"), _sanitize(hint)))
-        # If the JSON of a result was printed, it already contains the error.
+        # stdout must contain only one JSON value. If the JSON of a result was already printed, it
+        # contains the error.
         if self.as_json and not self._has_printed_json:
             record = {
                 "type": error_to_dict(error)["type"] or type(error).__name__,

@@ -17,8 +17,8 @@ from svdpp.config import DEFAULT_MODEL, DEMO_MODEL, PipelineConfig
 from svdpp.errors import ModelError, pluralize, redact
 from svdpp.launch.world import World
 
-#: Widths of the columns with verdicts and names, in characters. A longer name, such as that of some
-#: attention backends, shifts the rest of its line.
+#: Widths in characters of the columns with the verdict and the name of each check. A longer name,
+#: such as that of some attention backends, shifts the rest of its line.
 _VERDICT_WIDTH, _NAME_WIDTH = 8, 24
 
 app = typer.Typer(add_completion=False)

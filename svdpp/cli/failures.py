@@ -45,7 +45,8 @@ def report_usage_error(error: typer.TyperException, arguments: Sequence[str]) ->
     Returns:
         Exit code, 2.
     """
-    # `ctx` is read with getattr, because only the base class of Typer's usage errors is public.
+    # Only usage errors have a `ctx`, and their class is private in Typer. So `ctx` is read with
+    # getattr.
     context: Any = getattr(error, "ctx", None)
     sentence = error.format_message().strip().rstrip(".")
     for words, ours in _PYDANTIC.items():
@@ -110,9 +111,10 @@ def _is_reported_elsewhere(error: BaseException, signals: Sequence[int]) -> bool
 
     Args:
         error: Error that ended this rank.
-        signals: Numbers of the signals that arrived since the error. A launcher sends a signal when
-            another rank has failed. The failed rank has reported its error, which is usually also
-            this rank's error, because all ranks have the same command line.
+        signals: Numbers of the signals that arrived since the error. If there are any, the error
+            counts as reported: a launcher sends a signal when another rank has failed. That rank
+            has reported its error, and this rank's error is usually the same, because all ranks
+            have the same command line.
     """
     try:
         launched = find_world()

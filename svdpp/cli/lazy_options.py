@@ -34,7 +34,7 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return an option `--help` that, unlike Typer's own, is parsed only if it is given."""
+    """Return an option `--help` to replace Typer's own, which is parsed even if it is not given."""
     return flag(
         "--help",
         "-h",
@@ -50,9 +50,10 @@ class LazyOptionGroup(TyperGroup):
     """Group of commands whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse only those options that the user typed, or set by an environment variable.
+        """Parse a command line, like `TyperGroup.parse_args` of Typer, but faster.
 
-        This is faster than parsing all options of the program; see `TyperGroup.parse_args`.
+        Typer would also process each option of the program that is not given. This method processes
+        only the options that the user typed and those that an environment variable sets.
 
         Args:
             ctx: Context of the program.
@@ -73,9 +74,10 @@ class LazyOptionCommand(TyperCommand):
     """Command whose options are parsed only if they are given."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        """Parse only those options that the user typed, or set by an environment variable.
+        """Parse a command line, like `TyperCommand.parse_args` of Typer, but faster.
 
-        This is faster than parsing all options of the command; see `TyperCommand.parse_args`.
+        Typer would also process each option of the command that is not given. This method processes
+        only the options that the user typed and those that an environment variable sets.
 
         Args:
             ctx: Context of the command.
@@ -95,11 +97,12 @@ class LazyOptionCommand(TyperCommand):
 def _options_to_parse(
     all_params: Sequence[Any], words: list[str], context: typer.Context
 ) -> Iterator[Any]:
-    """Yield a command's arguments, and its options that the user or the environment gives."""
+    """Yield all arguments, and the options that the user or an environment variable sets."""
     heads = {word.partition("=")[0] for word in words}
     needs_all = context.resilient_parsing or not heads.isdisjoint(_HELP)
-    # Short options can be combined with values and each other, as in -ofile and -vq. So a word that
-    # begins with a single dash may contain any of them, and all are parsed.
+    # Short options can be joined with values and with each other, as in -ofile and -vq, so a word
+    # does not tell which short options it contains. If any word begins with a single dash, every
+    # option that has a short name counts as given.
     has_short = any(word[:1] == "-" and word[:2] != "--" for word in words)
     for one in all_params:
         is_short = any(name[:2] != "--" for name in one.opts)

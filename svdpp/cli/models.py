@@ -90,11 +90,12 @@ _VERIFIED_BY = (
 
 
 def _verification_in_tests(spec: FamilySpec) -> dict[str, Any]:
-    """Return how a family's clips compare with those of diffusers in the tests.
+    """Return how closely a family's clips match those of diffusers in the tests.
 
-    `tests/models/test_registry.py` compares clips whose steps are split between ranks (`cuts`), and
-    clips that CFG pairs of ranks make (`pairs`). If the ranks of a pair divide a batch, clips are
-    close to those of diffusers, but not bitwise equal.
+    The entry `cuts` is about clips whose steps are split between ranks, and `pairs` is about clips
+    for which two ranks compute the conditional and the unconditional half of each step (CFG). In
+    some families, this divides a batch between the two ranks. Then clips are close to those of
+    diffusers, but not bitwise equal. The test is `tests/models/test_registry.py`.
     """
     pairs = "bitwise" if spec.pairs_are_exact else "close"
     return {
@@ -192,7 +193,8 @@ def _describe_checkpoint(name: str) -> dict[str, Any]:
         name, checkpoint.family, {}, from_image=checkpoint.image_use == "needed"
     ).with_model_defaults(model_frames=checkpoint.model_frames)
     about = {**describe(checkpoint.family), **_describe_parameters(sampling)}
-    # These entries are about the family's example. The license of another checkpoint may differ.
+    # These entries of the family describe its example checkpoint. They may not hold for the
+    # checkpoint that the user named; its license, for example, may differ.
     for of_example in ("example", "options", "license"):
         del about[of_example]
     visual = _visual(SAMPLING_CLASSES[checkpoint.family]())

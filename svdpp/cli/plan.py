@@ -33,7 +33,7 @@ from svdpp.plan.split import EXPERTS, MAX_RANKS
 SCHEMA_VERSION = 2
 
 # Only the first clips are drawn if the number of clips, multiplied by the number of stages, exceeds
-# this limit. A grid at the limit takes about a second to draw.
+# this limit. A picture at the limit takes about a second to draw.
 _MAX_DRAWN = 50_000
 _MAX_CUTS = 16
 _COMPARISON_COLUMNS = ("total", "per min", "first", "mean", "jitter", "GiB", "idle")
@@ -311,7 +311,8 @@ def plan(
 def _default_world() -> int:
     """Return the number of ranks for a plan: this machine's GPUs; 4 on a machine without GPUs."""
     if not any(map(os.path.exists, _DRIVERS)):
-        # Without a device file of the driver there is no GPU, and NVML need not be imported.
+        # Without a device file of NVIDIA's driver there is no GPU, so NVML, whose import takes
+        # time, need not be asked.
         return _DEFAULT_WORLD
     from svdpp.launch.gpus import visible_gpus
 

@@ -1,4 +1,4 @@
-"""Progress display of clips, and the log: its settings, and records of the ranks' events."""
+"""Progress display of clips, settings of the log, and log records of the ranks' events."""
 
 from __future__ import annotations
 
@@ -470,7 +470,7 @@ def serve_member(pipeline: Pipeline, world: World, console: Console) -> None:
 
     Args:
         pipeline: Pipeline of this rank.
-        world: World that the launcher gives this process.
+        world: Rank and world size that the launcher (torchrun or srun) gives this process.
         console: Console that prints why the run ended, if no other process prints the reason. Only
             one rank of each host prints.
     """

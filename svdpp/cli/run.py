@@ -75,8 +75,8 @@ class RunOptions(ServerRunOptions):
     def has_last_image(self) -> bool | None:
         """Whether the ranks must be able to make clips that end at a given last image.
 
-        None with `--jobs`, whose lines name their own last images. Then the ranks are prepared for
-        such clips only if the model always needs a last image.
+        With `--jobs`, the value is None, because each line of the jobs file names its own last
+        image or none. Clips then count as having a last image only if the model needs one.
         """
         return None if self.jobs is not None else self.last_image is not None
 
@@ -217,7 +217,8 @@ class RunCommand:
 
     console: Console
     launched: World | None
-    """World of the launcher that started this process; None: no launcher has started it."""
+    """Rank and world size from the launcher (torchrun or srun); None: no launcher started this
+    process."""
     options: RunOptions
     traces: TraceOptions
     policy: OutputPolicy
@@ -241,7 +242,8 @@ class RunCommand:
 
         Args:
             console: Console of the command.
-            launched: World of the launcher that started this process; None: no launcher did.
+            launched: Rank and world size from the launcher (torchrun or srun); None: no launcher
+                started this process.
             options: Options of the pipeline and its clips.
             traces: Options of the trace.
 
@@ -300,8 +302,8 @@ class RunCommand:
         is_dry = options.dry_run and self.launched is not None
         require(not is_dry, "--dry-run starts no ranks", "start it without torchrun or srun")
         has_prompt = options.prompt is not None or options.prompts is not None
-        # The prompt is checked before the clips are named, so that the error is about the prompt,
-        # and not about equal names.
+        # This check comes before the clips get their names, some of which contain the prompt. So a
+        # model that takes no prompt causes an error about the prompt, not about equal names.
         takes_it = not has_prompt or isinstance(self.sampling, PromptedSampling)
         refused = f"model {options.model!r} takes no prompt"
         require(takes_it, refused, "leave it out, or try --model demo-text", model=options.model)
@@ -523,8 +525,9 @@ class RunCommand:
         """Make the clips of a run, and update the run's manifest and progress meanwhile.
 
         Returns:
-            Metadata of the finished clips, in order; errors of clips whose files were removed
-            during the run, by `output`; and metrics, None if nothing was measured.
+            Three values: metadata of the finished clips, in order; errors for finished clips whose
+            files someone removed during the run, by the clip's file name; and the run's metrics,
+            None if nothing was measured.
         """
         from svdpp.cli.progress import EventLog, Progress, labels
         from svdpp.diagnostics.run_metrics import metrics_of_pipeline

@@ -88,7 +88,8 @@ class ServerRunOptions(PipelineOptions, InputOptions, PromptOptions, OutputOptio
         """Raise a `RequestError` if a given option is not allowed in a run at a server.
 
         Args:
-            launched: World of the launcher that started this process; None: no launcher did.
+            launched: Rank and world size from the launcher (torchrun or srun); None: no launcher
+                started this process.
 
         Raises:
             RequestError: An option is only for ranks of this machine, or there is no jobs file.
@@ -133,7 +134,8 @@ def run_at_server(
 
     Args:
         console: Console of the command.
-        launched: World of the launcher that started this process; None: no launcher did.
+        launched: Rank and world size from the launcher (torchrun or srun); None: no launcher
+            started this process.
         options: Options of the run.
         log: Options of the log.
 

@@ -303,8 +303,9 @@ def _show_results(console: Console, results: Sequence[ClipVerification]) -> None
     if different:
         first = different[0]
         words = f"{first.path.name!r} is not as recorded: {first.differences}"
-        # The hint says why a recomputed clip can have other bits. It is left out if each clip
-        # differs only in the hash of its file, because a damaged file has another cause.
+        # The hint says that another machine or library version may give a recomputed clip other
+        # bits. If clips differ only in the hash of the file, the file is damaged, and the hint
+        # would mislead.
         recomputed = any(check.what != "file" for result in different for check in result.different)
         raise VerificationError(
             words if is_single else f"{many} differ: {words}",

@@ -1,4 +1,4 @@
-"""Images and videos of a request: they are decoded as a check, and stored with the job."""
+"""Images and videos of a request: a check that they can be decoded, and storage for the job."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class RequestFiles:
         Args:
             request: Request of a clip.
             job: New job of the request.
-            decoded: Results of decoders for files that were decoded before. These files are not
-                decoded again; the results for all other files are added.
+            decoded: Cache with the properties (such as width and height) of files that were decoded
+                before. These files are not decoded again. All other files are decoded and added to
+                the cache.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.
@@ -73,15 +74,16 @@ class RequestFiles:
         uploads: ExitStack,
         decoded: DecodedImages | None = None,
     ) -> dict[str, Any]:
-        """Store the images and videos of a request; return the job's fields that describe them.
+        """Store the images and videos of a request; return the fields of `Job` that record them.
 
         Args:
             request: Request of a clip.
             job: New job of the request.
-            uploads: Stack to which a callback for each stored file is added. The callback removes
-                the file.
-            decoded: Results of decoders for files that were decoded before. These files are not
-                decoded again. None: every file is decoded.
+            uploads: Stack to which this method adds a callback for each stored file. When the stack
+                is closed, the callbacks remove the files.
+            decoded: Cache with the properties (such as width and height) of files that were decoded
+                before. These files are not decoded again. All other files are decoded and added to
+                the cache. None: every file is decoded.
 
         Raises:
             InputError: A file cannot be decoded, or exceeds a limit.

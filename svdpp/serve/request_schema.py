@@ -167,7 +167,11 @@ _REFERENCE_NAMES = frozenset(reference_names(MAX_REFERENCES))
 
 
 def field_of(file_name: str) -> str:
-    """Return the request field that a file belongs to, given its name in `VideoRequest.files`."""
+    """Return the request field that contains a file, such as `references` for `reference_1`.
+
+    Args:
+        file_name: Key of the file in `VideoRequest.files`.
+    """
     return REFERENCES if file_name in _REFERENCE_NAMES else file_name
 
 

@@ -232,7 +232,8 @@ def _finished_clip(service: Service, id: str, owner: Owner) -> Response:
     response = get_content(id, service, owner)
     response.headers["X-Request-Id"] = id
     response.headers["X-Model"] = service.capabilities.model
-    # The clocks of two servers may differ, but the header must not be negative.
+    # If one server started the clip and another finished it, a difference between their clocks
+    # could make the time negative.
     seconds = max(0.0, (job.finished_at or 0.0) - (job.started_at or 0.0))
     response.headers["X-Inference-Time-S"] = f"{seconds:.3f}"
     return response

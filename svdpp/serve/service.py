@@ -51,8 +51,8 @@ from svdpp.serve.webhooks import Webhooks
 # the queue.
 _MAX_RETRY = 600
 # Seconds between two searches for jobs that were deleted while a rank worked on them. When such a
-# job ends on this server, its files are removed at once. The search finds those that ended on
-# another server or before a restart.
+# job ends on this server, its files are removed at once. The search finds deleted jobs that ended
+# on another server or before a restart.
 _REMOVAL_SECONDS = 30.0
 
 
@@ -269,9 +269,9 @@ class Service:
             owner: Owner of the job.
             seed_key: Text from which the seed is derived if the request has no seed; None: the seed
                 is random.
-            loras: SHA-256 of LoRA files, by the name of the LoRA. A batch records the files of the
-                time when it was checked. For a name that is missing here, or if None, the file that
-                the servers offer now is used.
+            loras: SHA-256 of the LoRA files to use, by the name of the LoRA, as recorded when a
+                batch was checked. A LoRA that is missing here gets the file that the servers offer
+                now. None: all LoRAs do.
 
         Raises:
             ApiError: The server does not make such clips, or sends no webhooks to the requested
@@ -358,7 +358,11 @@ class Service:
         return ApiError(429, "queue_full", text, hint, retry=seconds, open=num_open, limit=limit)
 
     def remove_orphans(self) -> None:
-        """Remove files that no job needs, and that no job needed at the previous call."""
+        """Remove files that no job needs, if the previous call already found them unneeded.
+
+        Files that are unneeded for the first time are kept, because they may belong to a request
+        whose job is not stored yet.
+        """
         in_use = [clip.job.id for clip in self.engine.dispatcher.clips()]
         in_use += [self.verifier.running] if self.verifier.running else []
         self._orphans = remove_orphans(self.queue, self._orphans, in_use)
@@ -471,14 +475,17 @@ class Service:
         return video_from_job(job, eta_seconds=eta, place=estimate.queue_position or 0, step=step)
 
     def _refusal_of(self, job: Job) -> str | None:
-        """Return why this server cannot make a job for its own model; None if it can."""
+        """Return why this server cannot make the clip of a job; None if it can.
+
+        The job must be for this server's model.
+        """
         missing = self.capabilities.loras.missing_reason(job.loras)
         return missing or self.admission.no_route_reason(job.sampling)
 
     def _incompatible_reason(self, job: Job) -> str | None:
-        """Return why this server cannot make a job, which may be for another model; None if it can.
+        """Return why this server cannot make the clip of a job; None if it can.
 
-        For a job of another model, the reason names both models.
+        The job may be for another model. In that case, the reason names both models.
         """
         if job.model_key == self.queue.model_key:
             return self._refusal_of(job)
@@ -511,7 +518,8 @@ class Service:
         if batch_id is not None:
             self.batches.get(batch_id, owner)
         states = [] if status is None else [status]
-        # clients see a job as queued until a rank has begun it, so claimed jobs are fetched, too
+        # A job that a server has claimed is IN_PROGRESS in the queue, but clients see it as queued
+        # until a rank has begun it. So these jobs are fetched, too.
         if status is JobState.QUEUED:
             states.append(JobState.IN_PROGRESS)
         most = limit + (len(self.queue.running()) if JobState.IN_PROGRESS in states else 0)
@@ -527,7 +535,7 @@ class Service:
         return list(islice(views, limit))
 
     def completed(self, id: str, owner: Owner) -> Job:
-        """Return an owner's completed job with an id, or raise an `ApiError`.
+        """Return an owner's completed job by its id.
 
         Raises:
             ApiError: The owner has no such job, or the job is not completed.

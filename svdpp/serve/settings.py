@@ -32,14 +32,16 @@ class ServerSettings:
     max_pixels: int = MAX_PIXELS
     """Maximum number of pixels of an uploaded image."""
     keep_seconds: float | None = None
-    """Age in seconds at which clips are removed; None: clips of any age are kept."""
+    """Maximum seconds for which a job and its files are kept after the job has ended; None: no
+    limit."""
     keep_bytes: int | None = None
     """Maximum total size in bytes of the files of all jobs. If it is exceeded, the oldest finished
     jobs are removed. None: no limit."""
     verifies_when_idle: bool = False
     """Whether the server verifies finished clips while its ranks have no work."""
     adopts: bool = False
-    """Whether the server accepts a data folder that has files of another queue or program."""
+    """Whether the server starts although its data folder or store has files of another queue or
+    program. False: such files cause an error at the start."""
     callback_hosts: Sequence[str] = ()
     """Hosts that may get webhooks, such as `example.org` or `example.org:8443`."""
     callback_secrets: Sequence[bytes] = ()

@@ -149,15 +149,16 @@ class PromptOptions:
         *,
         example: str | None = None,
     ) -> list[ClipInput]:
-        """Return the inputs of clips: each image with each prompt, and with the other input files.
+        """Return one input for each combination of an image and a prompt.
 
-        With `--prompts same-stem`, each image has only the prompt in the text file beside it.
+        Every input also has the files of `--last-image`, `--reference` and `--video`. With
+        `--prompts same-stem`, each image has only the prompt in the text file beside it.
 
         Args:
             images: Images; None means a clip without an image.
             sampling: Sampling parameters of the clips.
-            max_pixels: Largest number of pixels of a last image or a reference, or of a frame of a
-                further video.
+            max_pixels: Maximum number of pixels of each last image, each reference image, and each
+                frame of a video from `--video`.
             example: Prompt to use if the user gives no prompt; None: then clips have no prompt.
 
         Returns:
@@ -394,6 +395,7 @@ class OutputOptions:
         Args:
             is_restarted: Whether a launcher restarted the run, which then resumes.
             replaces_changed: Whether `--resume` makes a clip again if its parameters have changed.
+                False: such a clip causes an error.
 
         Raises:
             RequestError: The suffix of `--out` contradicts `--format`, or a value is out of range.
@@ -448,8 +450,8 @@ class LogOptions:
 
         Args:
             console: Console that prints the records.
-            launched: World of the launcher. Only the first rank of each host prints. None: no
-                launcher started this process.
+            launched: Rank and world size from the launcher (torchrun or srun). Only the first rank
+                of each host prints. None: no launcher started this process.
             warns: Whether warnings are printed even without `-v`.
 
         Raises:
