@@ -137,7 +137,7 @@ class BatchFiles:
         self._table.remove_file(file.id)
 
     def remove_older(self, before: float) -> None:
-        """Remove the files that were uploaded before `before`, unless a batch still needs them.
+        """Remove batch files that were uploaded before `before`, unless a batch still needs them.
 
         A batch needs its file while the batch is `validating`.
 

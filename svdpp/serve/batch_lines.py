@@ -1,4 +1,4 @@
-"""Lines of a batch file, each a request for a clip: reading, checking, and lines with results."""
+"""Lines of batch files, each a request for a clip: reads and checks them; returns their results."""
 
 from __future__ import annotations
 

@@ -206,9 +206,9 @@ def move_orphans_aside(queue: JobQueue) -> list[Path]:
     backup. An image without a row belongs to a request that ended before the row was stored.
 
     Files of the last hour stay, because they may belong to a request whose row is not stored yet.
-    There is one exception: if a queue that is not shared has lost a part (it has no rows at all, or
-    a clip in its folder has no row), files of any age are moved. Only regular files with names that
-    match `store.FILE_NAME` are moved.
+    There is one exception for a queue that is not shared: if the queue has no rows at all, or a
+    clip in its folder has no row, a part of the queue was lost, and files of any age are moved.
+    Only regular files with names that match `store.FILE_NAME` are moved.
 
     Returns:
         New paths of the moved files.
