@@ -40,7 +40,7 @@ class ZipMember:
     Args:
         name: Name of the file in the archive.
         changed_at: Time of the file's last change in unix seconds.
-        content: Open file. The generator that yields the member closes it.
+        content: Open file with the content. `clip_members`, which opened it, also closes it.
         size: Size of the content in bytes.
     """
 
@@ -98,7 +98,8 @@ class _Output:
 def zip_members(members: Iterable[ZipMember]) -> Generator[bytes, None, None]:
     """Yield the bytes of an uncompressed zip of `members`, while their files are read.
 
-    Members are read one after the other, in small pieces. Videos cannot be compressed further.
+    Members are read one after the other, in small pieces. The zip is uncompressed, because videos
+    are compressed already.
     """
     output = _Output()
     with zipfile.ZipFile(output, "w", zipfile.ZIP_STORED) as archive:
@@ -142,8 +143,8 @@ def clip_members(service: Service, owner: Owner, ids: Iterable[str]) -> Iterator
         try:
             file = path.open("rb")
         except FileNotFoundError:
-            # Either the clip's file was removed: then the clip is only listed in `CLIPS_FILE`. Or
-            # the disk is not mounted: then `check` raises an error.
+            # If the disk is not mounted, `check` raises an error. Otherwise the clip's file was
+            # removed, and the clip is only listed in `CLIPS_FILE`.
             service.queue.store.check()
         else:
             name = _unique_name(clip_name(job), names)

@@ -64,8 +64,8 @@ def load_keys(host: str, key_file: Path | None) -> Keys | None:
         The keys; None: the server has no keys, and other machines cannot reach it.
 
     Raises:
-        RequestError: Other machines can reach a server without keys, or the mode of the file gives
-            access to other users.
+        RequestError: `key_file` is None and `host` is not a loopback address, or the mode of the
+            file gives access to other users.
         InputError: The file cannot be read, or is malformed.
     """
     if key_file is not None:
@@ -157,7 +157,9 @@ def read_keys(path: Path) -> Keys:
 
 
 def read_secrets(path: Path) -> list[bytes]:
-    """Read the secrets for signing webhooks; one secret a line: `whsec_`, then base64.
+    """Read the secrets for signing webhooks from a file.
+
+    Each line is one secret: `whsec_`, then 24 to 65 bytes in base64.
 
     Raises:
         RequestError: The mode of the file gives access to other users.

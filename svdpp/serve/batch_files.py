@@ -71,7 +71,8 @@ class BatchFiles:
             self._store.put(path)
             self._table.add_file(file, MAX_FILE_BYTES_PER_KEY)
         except BackendUnavailableError:
-            raise  # the content is kept: the database may have stored its row before the failure
+            # The database may have stored the row before the failure, so the content is kept.
+            raise
         except QueueFullError as error:
             self._store.discard(path)
             limit = MAX_FILE_BYTES_PER_KEY
@@ -115,7 +116,7 @@ class BatchFiles:
         return path
 
     def remove(self, id: str, owner: Owner) -> None:
-        """Remove an uploaded file of batch lines, unless a batch still reads the file.
+        """Remove an uploaded file of batch lines, unless a batch still needs the file.
 
         Raises:
             ApiError: The owner has no such file, or a batch with this file is still `validating`.
@@ -136,7 +137,9 @@ class BatchFiles:
         self._table.remove_file(file.id)
 
     def remove_older(self, before: float) -> None:
-        """Remove the files that no batch still reads, and that are older than `before`.
+        """Remove batch files that were uploaded before `before`, unless a batch still needs them.
+
+        A batch needs its file while the batch is `validating`.
 
         Args:
             before: Unix time in seconds.

@@ -1,4 +1,4 @@
-"""Lines of a batch: reading, checking, collecting faults, and writing the results of the jobs."""
+"""Lines of batch files, each a request for a clip: reads and checks them; returns their results."""
 
 from __future__ import annotations
 
@@ -84,8 +84,8 @@ class LineFaults:
         self.lines.add(line)
         for fault in each[: MAX_FAULTS - len(self.faults)]:
             name = fault.get("field", error.details.get("field"))
-            # An error has one hint for all of its faults. If a request has several faults, the hint
-            # is about an unknown field, so faults with another reason get no hint.
+            # `error` has a single hint, even if it has several faults. A hint for several faults is
+            # always about an unknown field, so only faults about unknown fields get the hint.
             has_hint = len(each) == 1 or "unknown" in fault["reason"]
             self.faults.append(
                 {
@@ -118,14 +118,14 @@ class BatchLineReader:
         self._new_job = new_job
 
     def check_all(self, source: BinaryIO, owner: Owner) -> tuple[int, dict[str, str]]:
-        """Raise unless all lines of a batch have valid fields; return their number and LoRAs.
+        """Check the fields of all lines of a batch; return the number of lines and their LoRAs.
 
         Returns:
             Number of lines, and the SHA-256 of each LoRA in the lines, by the LoRA's name.
 
         Raises:
-            ApiError: Lines have faults (the details list them), or the file has no lines or too
-                many lines.
+            ApiError: Lines have faults (the error's details list them), or the file has no lines or
+                too many lines.
         """
         faults, total, loras = LineFaults(), 0, dict[str, str]()
         for checked in self.read(source, owner, "", {}, faults):

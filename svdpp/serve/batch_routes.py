@@ -1,4 +1,4 @@
-"""HTTP routes for batches and their files of lines, compatible with OpenAI's Batch API."""
+"""HTTP routes for batches, and for files of requests and results, as in OpenAI's Batch API."""
 
 from __future__ import annotations
 

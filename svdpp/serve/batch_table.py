@@ -149,9 +149,9 @@ _FAIL = """
 UPDATE batches SET state = 'failed', failed_at = clock(), errors = ?
 WHERE id = ? AND state = 'validating' RETURNING id
 """
-# Removes failed batches, and batches that no longer have jobs or never had any. Jobs are removed at
-# the request of their owner, or because of their age. A batch never has jobs if it was cancelled
-# before a line became a job.
+# Removes old failed batches, and batches that no longer have jobs or never had any. Jobs are
+# removed at the request of their owner, or because of their age. A batch never has jobs if it was
+# cancelled before a line became a job.
 _REMOVE_ENDED = """
 DELETE FROM batches WHERE failed_at < ?
     OR ((state = 'in_progress' OR cancelled_at < ?)
@@ -159,7 +159,7 @@ DELETE FROM batches WHERE failed_at < ?
 RETURNING id
 """
 # Number of each owner's open lines: jobs that have not ended, and lines that are not jobs yet. `{}`
-# is replaced by a condition for the jobs.
+# is an SQL condition that says which jobs count, such as only the jobs that belong to batches.
 _OPEN_LINES = """
 SELECT owner, count(*) FROM jobs
 WHERE state IN ('queued', 'in_progress') AND {} GROUP BY owner
@@ -279,7 +279,7 @@ class BatchTable:
             batch: Batch as last read from the table.
             jobs: Jobs for the next lines. The first job is for the line with index `batch.stored`.
             until: Latest time, in seconds of `clock.uptime`, at which the jobs may be stored. After
-                this time, other servers may have removed the jobs' images.
+                this time, another server may have removed the jobs' images as unneeded files.
 
         Returns:
             Whether the jobs were stored. False: the batch has changed since it was read.
@@ -330,7 +330,7 @@ class BatchTable:
     def half_cancelled(self) -> list[str]:
         """Return the ids of cancelled and failed batches that still have queued jobs.
 
-        A server that is killed while it cancels the jobs of a batch leaves such jobs.
+        This happens if a server is killed while it cancels the jobs of a batch.
         """
         query = (
             "SELECT id FROM batches WHERE (cancelled_at IS NOT NULL OR state = 'failed') "
@@ -339,10 +339,11 @@ class BatchTable:
         return [id for (id,) in self._backend.fetch_all(query)]
 
     def remove_ended(self, before: float) -> list[str]:
-        """Remove rows of failed batches and of ended batches without jobs; return the batch ids.
+        """Remove rows of old failed batches and of ended batches without jobs; return their ids.
 
         Args:
-            before: Unix time. Batches that failed or were cancelled after this time stay.
+            before: Unix time. Batches that failed after this time stay, and so do `validating`
+                batches that were cancelled after this time.
         """
         return [id for (id,) in self._change(_REMOVE_ENDED, before, before)]
 

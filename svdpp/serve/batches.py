@@ -4,7 +4,7 @@ The fields of all lines are checked before a batch is accepted, so the client ge
 lines at once. Decoding thousands of images takes minutes. So a thread decodes the images later,
 while the state of the batch is `validating`, and then stores the jobs, some lines at a time. The
 batch's row counts the lines that are jobs already. After a crash, the restarted server, or another
-server with the same queue, continues from there.
+server with the same queue, continues with the next line.
 """
 
 from __future__ import annotations
@@ -290,8 +290,8 @@ class Batches:
     def _forget_decoded(self, validating: Iterable[Batch]) -> None:
         """Drop the results of decoding images of all batches that are no longer `validating`.
 
-        After a failure, the results wait for a retry. There is none if the batch was cancelled or
-        another server has ended it.
+        After a failure, the results are kept for a retry. A batch that was cancelled, or that
+        another server has finished, is not retried.
         """
         ended = self._decoded.keys() - {batch.id for batch in validating}
         for id in ended:
@@ -329,7 +329,7 @@ class Batches:
                 self.files.discard(file)
 
     def _fail(self, batch: Batch, errors: Sequence[dict[str, Any]]) -> None:
-        """Set a batch to failed, and cancel the jobs that some of its lines may have become."""
+        """Set a batch to failed, and cancel the jobs that already exist for some of its lines."""
         if self.table.fail(batch.id, errors):
             logger.warning("{} failed: {}", batch.id, errors[0]["message"])
             self._cancel_jobs(batch.id)
@@ -375,8 +375,8 @@ class Batches:
         while some := take_lines(lines, _STORED_LINES):
             if faults.total:
                 return
-            # The jobs must be stored before `until`. Later, the cleanup may remove the images of
-            # the lines, because no job needs these images yet.
+            # The jobs must be stored before `until`. Later, a search for unneeded files may remove
+            # the images of the lines, because no job in the queue needs them yet.
             until = uptime() + ORPHAN_SCAN_SECONDS / 2
             with ExitStack() as uploads:
                 try:
@@ -412,8 +412,8 @@ class Batches:
         for index, line in enumerate(lines, start=batch.stored):
             try:
                 values = self._request_files.save(line.request, line.job, uploads, decoded)
-            # An image passed the earlier check, but can no longer be decoded (the check may have
-            # run in an earlier server process). The fault makes the batch fail.
+            # An image that passed `_check_images` is decoded again if another server process ran
+            # that check, and can then be rejected. The fault makes the batch fail.
             except SvdppError as error:
                 faults.add(line.number, line.custom_id, line_fault(error))
                 return
@@ -427,9 +427,9 @@ class Batches:
             )
 
     def _tidy(self) -> None:
-        """Cancel jobs that killed servers left over; remove old files, and failed or empty batches.
+        """Cancel the remaining jobs of cancelled batches; remove old batches and batch files.
 
-        Jobs are left over if a server is killed while it cancels the jobs of a batch.
+        Jobs remain if a server is killed while it cancels the jobs of a cancelled or failed batch.
         """
         for id in self.table.half_cancelled():
             self._cancel_jobs(id)

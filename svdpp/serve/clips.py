@@ -31,15 +31,15 @@ from svdpp.worker.routes import resolve_clip_config
 # Maximum number of results in each of the two caches of `Admission`.
 _MAX_SHAPES = 256
 # Seconds by which the preparation of a large image may exceed its estimated time. After that, the
-# job of the image is submitted anyway, like a job whose image is not prepared in advance.
+# image's job is submitted although the image is not prepared, like a job with a small image.
 _PREPARE_SECONDS = 60.0
 
 
 class Admission:
     """Admission check: whether the ranks can make a clip. Any thread may call any method.
 
-    The route of a clip lists the ranks that run its stages and steps. Clips with the server's
-    default sampling parameters pass all checks.
+    The ranks need a route for the clip, which lists the ranks that run its stages and steps, and
+    enough memory. The memory is not checked for clips that are no larger than the server's default.
 
     Args:
         config: Resolved configuration of the pipeline.
@@ -68,7 +68,8 @@ class Admission:
     def no_route_reason(self, sampling: SamplingConfig) -> str | None:
         """Return why this server's ranks have no route for a queued clip; None if they have one.
 
-        Memory is not checked, because the free memory at the server's start may be outdated.
+        Memory was checked when the clip was requested. It is not checked again, because only the
+        free memory at this server's start is known, and more memory may be free now.
         """
         error = self._route_error(sampling)
         return None if error is None else error.message
@@ -187,7 +188,8 @@ class RunningClip:
     def progress(self) -> ClipProgress:
         """Progress of the clip: its finished steps, and the rank that works on it.
 
-        If the clip continues from a latent checkpoint, the steps before the checkpoint are done.
+        If the clip continues from a latent checkpoint, the steps before the checkpoint count as
+        finished.
         """
         if self.handle is not None:
             return self.handle.progress
@@ -261,8 +263,9 @@ class RequestBuilder:
             StorageUnavailableError: The store does not answer.
         """
         self._store.probe()
-        # The set is copied before the folder is listed. Otherwise a checkpoint that another thread
-        # fetches after the listing would be deleted from the store.
+        # The set is copied before the folder is listed. In the opposite order, a checkpoint that
+        # another thread fetches in between would be in the set but not in the listing, and would
+        # be deleted from the store.
         published_latents = self._published_latents.copy()
         saved = tensor_files.list_checkpoints(self.latents_folder)
         for key, step in saved - self._published_latents:
@@ -285,8 +288,9 @@ class RequestBuilder:
         steps = [step for step, path in paths.items() if f"{LATENTS_FOLDER}/{path.name}" in names]
         if steps and steps[-1] > self._steps_done(key):
             self._store.fetch(paths[steps[-1]])
-        # The set changes only after the fetch. Otherwise `publish_latents` could delete the
-        # checkpoint from the store in between, because the folder lacks it.
+        # The checkpoints are added to the set only after the fetch. Otherwise `publish_latents`,
+        # which deletes checkpoints that are in the set but not in the folder, could delete the
+        # latest checkpoint from the store before it is fetched.
         self._published_latents |= {(key, step) for step in steps}
 
     def _steps_done(self, key: str) -> int:

@@ -307,7 +307,9 @@ class Dispatcher:
             self._changed.notify_all()
 
     def _on_done(self, pipeline: Pipeline, job_id: str, handle: Any) -> None:
-        """Queue a clip that has ended in any way for `record_results`; wake the engine's thread.
+        """Add a completed, failed or cancelled clip to `_done`; wake the engine's thread.
+
+        `record_results` records the clip later.
 
         The pipeline's thread calls this method.
         """

@@ -1,4 +1,4 @@
-"""Engine thread, which runs queued jobs on a pipeline and restarts the ranks; monitor of ranks."""
+"""Thread that runs queued jobs on the ranks, and restarts dead ranks; monitor of the ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from svdpp.serve.job import EngineState, Job
 from svdpp.serve.queue import JobQueue
 from svdpp.worker.messages import ActionDone, Event, Failed, Heartbeat, Joined, RankStats, StepDone
 
-# Maximum age in seconds of the `RankSpan`s on the web page, and maximum number of them in memory.
+# Limits on `RankSpan`s, the time spans of ranks' actions: maximum age in seconds on the web page,
+# and maximum number in memory.
 _SPAN_SECONDS = 60.0
 _MAX_SPANS = 1024
 _SHOWN_KINDS = (Kind.ENCODE, Kind.DENOISE, Kind.DECODE)
@@ -137,7 +138,8 @@ class Engine:
             job = self._queue.get(job_id)
             if job is None or job.state.is_final:
                 return True
-            # The job's state has changed between the calls above, so the loop repeats them.
+            # Neither call above succeeded, but the job has not ended: its state changed between the
+            # calls. So the loop tries both again.
         self.dispatcher.request_cancel(job_id)
         return False
 
@@ -358,7 +360,7 @@ class RankMonitor:
                     pass
 
     def _span(self, rank: int, action: Action, start: float, end: float) -> list[RankSpan]:
-        """Return a rank's action as a list of one span; empty if the web page hides such actions.
+        """Return a rank's action as a list of one span; empty if the web page hides its kind.
 
         Args:
             rank: Rank that ran the action.

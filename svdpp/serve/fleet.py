@@ -214,7 +214,7 @@ class EtaEstimator:
 
         The busiest rank sets the pace, and the other ranks wait for it. For example, if one of two
         ranks works half as long as the other, 1.5 ranks work at the same time on average. Until
-        each rank has worked, the number of all ranks is returned.
+        the work of each rank has been measured, the number of all ranks is returned.
         """
         seconds = defaultdict[int, float](float)
         for rank, each in self._recent_work.copy():
@@ -286,9 +286,9 @@ class Fleet:
         """Queue positions and ETAs of the open jobs."""
         engine.observe(self.estimates)
         # Before this time, no job with an expired claim is requeued. After an outage of the queue,
-        # the claims of all servers may have expired, so each server gets the time of one lease to
-        # renew its claims. The start of this server counts as an outage, because an outage may
-        # have just ended.
+        # the claims of all servers may have expired, so each server first gets `lease_seconds` to
+        # renew its claims. This server also waits after its start, because an outage may have just
+        # ended.
         self._requeue_expired_at = time.monotonic() + queue.lease_seconds
         error_message = "the claims of this server cannot be renewed"
         self.thread = PeriodicThread(
@@ -322,8 +322,8 @@ class Fleet:
         """Return the SHA-256 of each LoRA that a request may name, by name.
 
         A request may name this server's LoRAs, and those of other live servers with the same model.
-        If this server has a LoRA of that name, the only hash is that of this server's file. A name
-        that only other servers have gets several hashes if their files differ.
+        For the name of a LoRA that this server has, only the hash of this server's file is
+        returned. A name that only other servers have gets several hashes if their files differ.
         """
         found: dict[str, set[str]] = {}
         for other in self.peers_for(self._queue.model_key):
@@ -403,7 +403,7 @@ class Fleet:
             {**row, "is_live": row["seen_seconds"] < self._queue.lease_seconds}
             for row in rows
             if row["id"] != description["id"]
-            # servers of other versions of svdpp, which leave out some values, are ignored
+            # servers whose version of svdpp does not report all of these values are ignored
             and description.keys() <= row.keys()
         ]
         if time.monotonic() >= self._requeue_expired_at:

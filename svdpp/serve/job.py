@@ -59,8 +59,9 @@ class Job:
         input_name: File name from the client, for display only.
         input_pixels: Width times height of the image; 0 without an image.
         remarks: Sentences for the owner about changes to the image or video, such as stretching.
-        further_inputs: SHA-256 of each further input file, such as the last image or a control
-            video, by the field of the request; references are `reference_1` and so on.
+        further_inputs: SHA-256 of each input file other than the main image or video, by the field
+            of the request, such as `last_image` or `control_video`. Reference images have the
+            names `reference_1`, `reference_2` and so on.
         server: Id of the server that has claimed or ended the job; None: no server has.
         fencing_token: Number of times that servers have claimed the job; always 0 in a queue that
             is not shared.

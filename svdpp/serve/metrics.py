@@ -76,7 +76,7 @@ _RANK_GAUGES: dict[str, tuple[str, str]] = {
     ),
     "gpu_watts": ("rank_gpu_power_watts", "Power of each rank's GPU in watts."),
 }
-# Number of latest ETA errors in memory. The page shows the median of these errors.
+# Number of latest ETA errors in memory; see `Metrics.eta_error`. The web page shows their median.
 _KEPT_ERRORS = 1000
 
 
@@ -112,8 +112,8 @@ class Metrics(Collector):
         """Monotonic time on each rank's host at which the rank's last action ended."""
         self._eta_errors: deque[float] = deque(maxlen=_KEPT_ERRORS)
         self._has_mismatch = False
-        # `_stats`: latest sample of each rank. `_moved_before`: bytes that earlier processes of
-        # each rank sent and received.
+        # `_stats` has the latest sample of each rank. A restarted rank counts its bytes from 0, so
+        # `_moved_before` has the bytes that earlier processes of the rank sent and received.
         self._stats: dict[int, RankStats] = {}
         self._moved_before: Counted[tuple[int, str]] = Counted()
         common: dict[str, Any] = {"namespace": "svdpp", "registry": self._registry}
@@ -143,8 +143,9 @@ class Metrics(Collector):
             case ActionDone():
                 self._add_rank_seconds(rank, "compute", event.end - event.start)
                 self._add_rank_seconds(rank, "wait", event.waited)
-                # A rank waited `event.waited` seconds since its previous action. The rest of the
-                # time between the two actions counts as idle.
+                # Between its previous action and this one, the rank waited `event.waited` seconds
+                # for an image, a packet, a send or a file writer. The rest of the time between the
+                # two actions counts as idle: the rank had no work.
                 begin = event.start - event.waited
                 self._add_rank_seconds(rank, "idle", begin - self._last_end.get(rank, begin))
                 self._last_end[rank] = event.end

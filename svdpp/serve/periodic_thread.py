@@ -18,9 +18,10 @@ class PeriodicThread:
     """Background thread that calls `run` every `interval_seconds`, or at once after `wake`.
 
     After `close`, the thread calls `on_close` once and ends. It also ends if `run` raises
-    ClosedError, because the job queue has been closed. If `run` fails several times in a row, only
-    the first failure is logged. BackendUnavailableError is not logged here, because the dispatcher,
-    the fleet and the store log it themselves.
+    ClosedError, which means that the job queue has been closed. After any other error of `run`, the
+    thread continues. If `run` fails several times in a row, only the first failure is logged.
+    BackendUnavailableError is not logged here, because the dispatcher, the fleet and the store log
+    it themselves.
 
     Args:
         name: Name of the thread.

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from svdpp.serve.store import FileStore
 
 _CLOCK = "extract(epoch FROM clock_timestamp())::float8"
-# Seconds after a failed attempt to connect. Until then, each call fails at once, without another
+# Seconds after a failed attempt to connect during which each call fails at once, without another
 # attempt to connect.
 _RETRY_SECONDS = 1.0
 # Timeouts, so that a server that hangs in a transaction does not block the other servers.
@@ -122,9 +122,9 @@ class PostgresBackend:
     """Name of the queue's clock in messages such as "the clock of this machine is 90 s ahead of the
     database's"."""
     is_there = True
-    """Whether the database still exists. Always True, because a statement fails anyway if
-    PostgreSQL is gone. `SqliteBackend` has to check: writes still succeed after its open file was
-    removed."""
+    """Whether the database still exists. Always True here: if PostgreSQL is gone, each statement
+    fails by itself. `SqliteBackend` has to check, because writes to an open SQLite file succeed
+    even after the file was removed."""
 
     def __init__(self, url: str, store: FileStore, *, adopts: bool = False) -> None:
         self._address = address_of(url)
@@ -303,8 +303,8 @@ class PostgresBackend:
                 else {QUEUE_ID_FILE}
             )
             check_no_foreign_files(store.folder, allowed, "set `queue` to the queue of this folder")
-        # A store that holds only the file with a queue's id counts as empty: an earlier start of a
-        # server may have failed after it wrote the file.
+        # A store that has only the file with a queue's id counts as empty, because a server whose
+        # start failed later may have written that file.
         if not id and (objects := store.objects().keys() - {QUEUE_ID_FILE}):
             raise RequestError(
                 f"{store.name} belongs to no queue, but has objects, such as {min(objects)!r}",

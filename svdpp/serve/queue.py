@@ -1,9 +1,9 @@
 """Queue of jobs: durable changes of a job's state.
 
-Every change lists the states that a job may have before the change, so a late change has no effect.
-Owners take turns: the next job is from the owner whose last job was claimed longest ago. An owner's
-`turn` is 0 before its first job. With each claimed job, the owner's `turn` becomes the largest of
-all owners.
+Each change applies only to jobs in certain states, so a change that comes too late, such as the
+cancellation of an ended job, has no effect. Owners take turns: the next job is from the owner whose
+last job was claimed longest ago. An owner's `turn` is 0 before its first job. With each claimed
+job, the owner's `turn` becomes the largest of all owners.
 
 A job in progress is claimed by one server. In a queue that servers share, a claim is a lease. If
 the server does not renew the lease, the claim ends, and another server can claim the job. Each
@@ -171,8 +171,8 @@ class JobQueue(JobQueries):
     def unavailable_reason(self) -> str:
         """Reason why this server cannot begin or store clips now; empty if it can.
 
-        For example, its disk is nearly full. Whether the store answers is not considered here; see
-        `store.unavailable_reason`.
+        For example, its disk is nearly full. This property does not show whether the store answers;
+        see `store.unavailable_reason`.
         """
         if not self.backend.is_there:
             return "the queue was removed or replaced"
@@ -293,9 +293,9 @@ class JobQueue(JobQueries):
                 job = job_from_row(rows[0])
             except UnreadableJobError as error:
                 sampling = rows[0][sql.SAMPLING_INDEX]
-                # A newer svdpp may have stored many jobs with parameters that this svdpp cannot
-                # read. They are skipped together. If only another column is unreadable, other jobs
-                # with the same parameters are not skipped.
+                # If this svdpp cannot read the job's sampling parameters, all jobs with the same
+                # parameters are skipped together, because a newer svdpp may have stored many of
+                # them. If another column is unreadable, only this job is skipped.
                 if is_sampling_readable(sampling):
                     raise
                 self._skip_unreadable(error)
@@ -450,8 +450,8 @@ class JobQueue(JobQueries):
         Jobs that only a newer svdpp can read are skipped, and their rows do not change.
 
         Args:
-            seconds: Seconds until the webhook is due again if the server dies. Otherwise,
-                `set_callback` stores another time.
+            seconds: Seconds until the webhook is due again if this server dies during the attempt.
+                If it does not die, `set_callback` replaces this time after the attempt.
         """
         for _ in range(_MAX_TRIES):
             skipped = list(self._unreadable)
@@ -557,8 +557,8 @@ class JobQueue(JobQueries):
 
     def release(self) -> None:
         """Requeue all jobs that this server has claimed; remove its row from `servers`."""
-        # The claims are read from the database. `_claims` may lack one: if the connection fails
-        # during a claim, the database may have stored the claim, but the response was lost.
+        # The claims are read from the database, because `_claims` may lack one: if the connection
+        # fails during a claim, the database may store the claim, but its response is lost.
         for job in self.claimed():
             self.requeue(job.id, job.fencing_token)
         self._fetch_changed("DELETE FROM servers WHERE id = ? RETURNING id", self.server)

@@ -147,8 +147,8 @@ class JobQueries:
         query = f"SELECT {sql.COLUMNS} FROM jobs WHERE {where} ORDER BY seq {order}"
         query += " LIMIT ? OFFSET ?"
         offset = 0
-        # Unreadable rows are replaced by further rows, because clients take a page with fewer jobs
-        # than `limit` for the last page.
+        # Rows that cannot be read are skipped, and more rows are read instead. Clients would take a
+        # page with fewer than `limit` jobs for the last page.
         while len(found) < limit:
             rows = self.backend.fetch_all(query, *values, limit, offset)
             found += self._read(rows)

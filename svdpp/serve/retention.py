@@ -139,8 +139,8 @@ def remove_orphans(
         name = copy[0]
         if any(id in name for id in in_use):
             continue
-        # Only a file that the store also has is a copy. The folder may have files from before the
-        # store was used.
+        # A file in the folder is a copy only if the store has the file, too. Other files may be
+        # originals from the time before the server used a store.
         is_copy = name in files and FILE_NAME.fullmatch(name) and not _LATENT.match(name)
         if is_copy or _is_orphan(copy, clips, lines, oldest, is_copy=True):
             unused.add(copy)
@@ -201,14 +201,14 @@ def _is_orphan(
 def move_orphans_aside(queue: JobQueue) -> list[Path]:
     """Move images and clips that belong to no job to the folder `lost+found`, and log the moves.
 
-    A server calls this at its start. A row is removed after its clip, so a clip without a row means
-    that a part of the queue was lost: the database, a part of the log, or changes after a backup.
-    An image without a row belongs to a request that ended before the row was stored.
+    A server calls this at its start. A job's row is removed after its clip, so a clip without a row
+    means that a part of the queue was lost: the database, a part of the log, or changes after a
+    backup. An image without a row belongs to a request that ended before the row was stored.
 
     Files of the last hour stay, because they may belong to a request whose row is not stored yet.
-    There is one exception: if a queue that is not shared has no rows, or a clip in its folder has
-    no row, a part of the queue was lost, and files of any age are moved. Only regular files with
-    names that match `store.FILE_NAME` are moved.
+    There is one exception for a queue that is not shared: if the queue has no rows at all, or a
+    clip in its folder has no row, a part of the queue was lost, and files of any age are moved.
+    Only regular files with names that match `store.FILE_NAME` are moved.
 
     Returns:
         New paths of the moved files.

@@ -4,8 +4,9 @@ The queue uses the same SQL for SQLite and PostgreSQL: `?` is a placeholder for 
 `clock()` is the unix time. In PostgreSQL, `clock()` reads the database's clock, because the clocks
 of the servers may differ.
 
-Clients must be able to free space on a full disk by removing clips, which changes the queue. So a
-file reserves some space, and is removed once the disk is full, so that changes of the queue fit.
+Clients must be able to remove clips even if the disk is full, but each removal also writes to the
+queue. So the data folder has a reserve file, which takes up some space. It is removed once the disk
+is full, so that these writes fit on the disk.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from svdpp.media import output_files
 from svdpp.serve.clock import SteadyClock
 from svdpp.serve.job import INDEXES, VERSION, upgrade
 
-#: Folder for files that belong to no job. A data folder that is the root of a disk's file system
-#: already has a folder of this name, so it does not count as a foreign file.
+#: Folder for files that belong to no job. In a data folder that is the root of a file system, the
+#: system may have created a folder of this name, so the folder does not count as a foreign file.
 LOST_AND_FOUND = "lost+found"
 #: File that reserves disk space for changes of the queue, and is removed when the disk is full.
 RESERVE_FILE = ".svdpp-reserve"
@@ -36,7 +37,8 @@ LOCK_FILE = "lock"
 #: File, or object of a store, with the id of the queue that the files belong to.
 QUEUE_ID_FILE = "queue.id"
 
-# Free bytes below which a disk counts as almost full; on a small disk, an eighth of its size.
+# A disk counts as almost full if fewer bytes than `_LOW_BYTES` are free. On a small disk, the limit
+# is lower: the disk's size divided by `_LOW_PART`.
 _LOW_BYTES = 256 * 2**20
 _LOW_PART = 8
 
@@ -275,13 +277,13 @@ class SqliteBackend:
         except (sqlite3.Error, OSError) as error:
             if self._is_closed:
                 raise ClosedError("the queue is closed") from error
-            # If the file is gone, the raised error says so, whatever SQLite's error is.
+            # If the file is gone, that is the cause, so the error of SQLite is replaced.
             if self._opened_as and not self.is_there:
                 raise self._unavailable() from error
             hint = "check that the disk has space and that this user may write to the file"
             code = getattr(error, "sqlite_errorcode", 0)
-            # DatabaseError itself means a damaged file. Its subclasses mean disk errors or locks of
-            # other programs.
+            # SQLite raises DatabaseError itself only for a damaged file, and subclasses of it for
+            # disk errors and for locks of other programs.
             if type(error) is sqlite3.DatabaseError:
                 hint = "the file is damaged: restore a copy, or start with another folder"
             elif code in _LOCK_ERRORS or getattr(error, "errno", 0) in _NO_LOCKS:

@@ -1,8 +1,8 @@
-"""Store of the jobs' files, in a folder or in a bucket.
+"""Files of the jobs, in a data folder, and also in a bucket that several servers share.
 
-Servers that do not share a folder share a bucket, called the store. Each server then works in a
-data folder of its own. An object in the store has the same name as its file in the data folder. An
-object is stored before a row of the queue names it. The content of an object never changes.
+The bucket is called the store. Each server that uses it works in a data folder of its own. An
+object in the store has the same name as its file in the data folder. An object is stored before a
+row of the queue names it. The content of an object never changes.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ _PROBE_SECONDS = 10.0
 _BUGS = (TypeError, AttributeError, NameError, LookupError, ArithmeticError, AssertionError)
 # Error numbers that mean a failure of the local disk, and not of the store.
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
-# Configuration of botocore, on which s3fs is built. botocore must not retry, because s3fs retries
-# by itself, and a failure would then take minutes.
+# Configuration of botocore, on which s3fs is built. Retries of botocore are turned off, because
+# s3fs retries by itself. If both retried, a failure would be reported only after minutes.
 _S3 = {"connect_timeout": 3, "read_timeout": 15, "retries": {"max_attempts": 0}}
 
 
 class FileStore:
-    """Store of the jobs' files: a folder, or a bucket that servers share, with copies in a folder.
+    """Files of the jobs: in a folder, or in a store that servers share, with copies in a folder.
 
     Any thread may call any method. After a failure of the store, methods that need the store raise
     StorageUnavailableError at once, until `probe` finds that the store answers again.
@@ -251,14 +251,18 @@ class FileStore:
             (self.folder / QUEUE_ID_FILE).unlink()
 
     def bind_to_queue(self, queue_id: str) -> None:
-        """Treat the store as unavailable, from now on, whenever it lacks this queue's id."""
+        """Treat the files as unavailable, from now on, while the store or folder lacks this id.
+
+        Args:
+            queue_id: Id of the queue that the files belong to.
+        """
         self._queue_id = queue_id
 
     def bind_to_file(self, is_there: Callable[[], bool]) -> None:
-        """Treat the folder as unavailable, from now on, whenever it lacks the queue's file.
+        """Treat the folder as unavailable, from now on, while it lacks the queue's SQLite file.
 
         Args:
-            is_there: Function that returns whether the folder has the file of the queue.
+            is_there: Function that returns whether the folder has the SQLite file of the queue.
         """
         self._has_queue_file = is_there
 

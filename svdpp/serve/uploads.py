@@ -33,7 +33,7 @@ from svdpp.media.images import MAX_PIXELS, Conversion, MediaFile, read_bytes, re
 from svdpp.media.kinds import FORMATS, demuxer_of, read_signature, usual_suffix
 from svdpp.media.video_frames import probe_video
 
-# Limits of the decoder, the process that decodes an uploaded image. The largest images that
+# Limits on the decoder, the process that decodes an uploaded image. The largest images that
 # `media.images` accepts have 50 million pixels, and need up to 1.1 GB and 3 s to decode. A
 # progressive JPEG of 24 million pixels needs 1.2 s.
 
@@ -65,8 +65,8 @@ _NICE = 10
 _MAX_RESULT_BYTES = 16 * 1024
 #: Environment variables that a Python process may need to start.
 _PASSED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG", "LC_ALL")
-#: Result of a decoder: SHA-256, suffix, width, height and conversion. The server checks the format,
-#: because a malicious file could have taken control of the decoder.
+#: Output of a decoder: SHA-256, suffix, width, height and conversion of the file. The server
+#: rejects any other output, because a malicious file could have taken control of the decoder.
 _RESULT = re.compile(
     r"([0-9a-f]{64}) (\.[a-z0-9]{3,4}) ([1-9][0-9]{0,7}) ([1-9][0-9]{0,7}) (|over white|scaled)"
 )
@@ -77,9 +77,9 @@ _ERROR_PREFIX = "refused\0"
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 _START_OF_SCAN, _END_OF_IMAGE = b"\xff\xda", b"\xff\xd9"
 
-#: Results of decoder processes. Each value has SHA-256, suffix, width, height and conversion of an
-#: image or video, as texts. Each key has the SHA-256 of the file, and the number of frames that the
-#: clip uses of a video (0 for an image).
+#: Results of decoder processes. Each key has the SHA-256 of an uploaded file, and the number of its
+#: frames that the clip uses (0 for an image). Each value has SHA-256, suffix, width, height and
+#: conversion of the image or video, as texts.
 DecodedImages = dict[tuple[str, int], tuple[str, ...]]
 
 
@@ -98,8 +98,8 @@ class DecoderSlots:
     def __init__(self, num_slots: int) -> None:
         self._free = num_slots
         self._changed = threading.Condition()
-        # Each waiting request is a list with the owner's name, so that two requests of one owner
-        # are different objects.
+        # Each waiting request is a list with only the owner's name. Requests are compared with
+        # `is`, and two lists with the same name are different objects, unlike two equal strings.
         self._waiting: list[list[str]] = []
         self._running = Counter[str]()
         self._served: dict[str, int] = {}
@@ -411,8 +411,8 @@ def _decode(path: Path, video_frames: int, max_pixels: int, max_scans: int) -> s
     signature = read_signature(path)
     if not (video_frames and demuxer_of(signature)):
         _check_cost(path, max_scans)
-    # If the model takes a video, an animation is checked like a video. Any other image is accepted,
-    # too, and repeated for all frames.
+    # If the model takes a video, `probe_video` checks the file, which may be a video, an animation
+    # or a still image. A still image is accepted, too, because it is repeated for all frames.
     if video_frames:
         file = probe_video(path, video_frames, max_pixels)
     else:

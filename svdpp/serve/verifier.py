@@ -35,8 +35,8 @@ from svdpp.serve.queue import JobQueue
 
 # Seconds between two checks of whether a running verification must stop.
 _POLL_SECONDS = 0.05
-# Seconds between two searches for clips to verify. The second value is for a fleet, in which each
-# search queries the shared database.
+# Seconds between two searches for clips to verify. The second value is for servers that share a
+# queue. It is larger, because each search queries the shared database.
 _LOOK_SECONDS, _SHARED_LOOK_SECONDS = 0.5, 10.0
 # Seconds after SIGTERM in which the process can remove its temporary files.
 _END_SECONDS = 5.0

@@ -112,7 +112,7 @@ class Webhooks:
     # --- methods for the webhooks' thread only ----------------------------------------------------
 
     def _send_due(self) -> None:
-        """Send due webhooks, `MAX_CONCURRENT` at a time, for about 30 s or until none is due."""
+        """Send due webhooks, `MAX_CONCURRENT` at a time, until none is due or 30 s have passed."""
         end = time.monotonic() + _ATTEMPT_LEASE_SECONDS
         while time.monotonic() < end:
             jobs: list[Job] = []
@@ -182,7 +182,9 @@ class Webhooks:
             return response.status_code
 
     async def _address(self, host: str, port: int, attempt: int) -> str:
-        """Return the IP address to use for an attempt: the next of the host's addresses each time.
+        """Return the IP address for an attempt; attempts take turns among the host's addresses.
+
+        A private address is accepted only if the callback URL itself has the address as its host.
 
         Raises:
             RequestError: The host name has an address that is not public.
