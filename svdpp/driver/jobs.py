@@ -136,13 +136,13 @@ def fit_request_to_jobs(request: PipelineRequest, jobs: Sequence[RunJob]) -> Pip
         jobs: Jobs of the run, at least one.
     """
     samplings = dict.fromkeys(job.sampling or request.sampling for job in jobs)
-    own_steps = {job.sampling.num_inference_steps for job in jobs if job.sampling is not None}
+    numbers_of_steps = {each.num_inference_steps for each in samplings}
     return replace(
         request,
         model=replace(request.model, clip_loras=loras_of(jobs)),
         sampling=max(samplings, key=_size_key),
         num_clips=len(jobs),
-        steps_vary=len(own_steps) > 1,
+        steps_vary=len(numbers_of_steps) > 1,
     )
 
 
