@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 
-# Separators of the proposals in a hint, as defined by `SvdppError`. Each proposal is a clause with
-# its own verb, so any of them can be removed and the rest is still a sentence.
-_SEPARATOR = re.compile(r"(; |, or )")
+from svdpp.errors import filter_hint
+
 # Options behind the name of a program belong to that program, as in `svdpp plan --layout auto`.
 _PROGRAM = re.compile(r"\b(?:svdpp|hf|docker) ")
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9.-]*[a-z0-9]")
