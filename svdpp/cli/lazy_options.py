@@ -34,7 +34,10 @@ def show_help(context: typer.Context, wanted: bool) -> None:
 
 
 def help_option() -> Any:
-    """Return an option `--help` to replace Typer's own, which is parsed even if it is not given."""
+    """Return the option `--help` of a command or group, in place of Typer's own.
+
+    Commands parse this one only if the user typed it (see `TyperCommand`), like all options.
+    """
     return flag(
         "--help",
         "-h",

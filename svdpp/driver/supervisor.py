@@ -390,7 +390,7 @@ class Stall:
     reason: str
     hint: str
     details: Mapping[str, object]
-    """Numbers in the reason by name, such as `silent_seconds`."""
+    """Numbers that the text `reason` contains, by name, such as `silent_seconds`."""
 
 
 class StallDetector:

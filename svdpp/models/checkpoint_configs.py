@@ -268,7 +268,7 @@ def _size(value: object, default: int = 1) -> int:
 
 
 def _read_checked(component: ComponentFolder, name: str, *, is_denoiser: bool = False) -> JsonFile:
-    """Read a component's config, and check that it loads no code and has no size above a limit."""
+    """Read a component's config; refuse keys that load code, and huge sizes (10^9 layers)."""
     config = component.read_json(name)
     for place, key, value in _entries_of(config.values):
         if key == QUANTISATION_KEY and value is not None:

@@ -103,8 +103,9 @@ class ParallelConfig:
             chosen_by=_ALL_CHOOSE,
         ),
     )
-    """Number of ranks (or pairs of ranks) at the end of each replica that finish the replica's
-    clips in turn: with 2, the first finishes even clips and the second odd clips."""
+    """Number of ranks (or of CFG pairs, which count as one) at the end of each replica that run
+    the last steps of the replica's clips and decode them, in turn: with 2, the first takes even
+    clips and the second odd clips."""
     cfg_parallel_size: int = field(
         default=1,
         metadata=_option(

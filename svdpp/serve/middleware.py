@@ -296,7 +296,7 @@ def _check_host(headers: Headers) -> None:
     host = headers.get("host", "")
     name = HOST_PATTERN.fullmatch(host)
     if name is None or not is_loopback(name[1].strip("[]")):
-        text = f"a server without API keys serves only local hosts, not {host[:100]!r}"
+        text = f"a server without API keys can be reached as localhost only, not as {host[:100]!r}"
         hint = "use http://127.0.0.1 on the server's own machine"
         raise ApiError(403, "wrong_host", text, hint)
     origin = headers.get("origin")

@@ -142,8 +142,8 @@ def find_input_file(clip: ClipOnDisk, image: Path | None, name: str = "") -> Pat
             suffixes += VIDEO_SUFFIXES
         hint = "use `image` FOLDER, a folder with all inputs of the clip"
         if image is not None and not os.path.isdir(image):
-            # `image` is the path of the clip's first image, but this call looks for another input.
-            # So the other input is searched for at its recorded path and in the clip's folder.
+            # The parameter `image` gives the path of the clip's first image only. Its other inputs
+            # are searched for at their recorded paths and in the clip's folder.
             image = None
     else:
         wanted, path = metadata["input_sha256"], metadata["input"]

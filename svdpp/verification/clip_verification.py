@@ -258,7 +258,10 @@ def _config(
 ) -> PipelineConfig:
     metadata = clip.metadata
     if metadata["model"] == DUMMY_MODEL:
-        message = f"{clip.path.name!r} names the model 'dummy', which makes no clips"
+        message = (
+            f"{clip.path.name!r} cannot be a clip of a run: its model is 'dummy', which writes no "
+            "files"
+        )
         raise RequestError(message, details={"clip": str(clip.path)})
     same = ("family", "revision", "variant", "dtype", "memory_opt", "channels_last")
     return PipelineConfig(

@@ -192,7 +192,7 @@ def list_checkpoints(folder: Path) -> set[tuple[str, int]]:
 
 
 def saved_steps(folder: Path, key: str) -> list[int]:
-    """Return the sorted numbers of finished steps of a clip's latent checkpoints in a folder."""
+    """Return the number of finished steps of each of a clip's latent checkpoints, sorted."""
     return sorted(step for other, step in list_checkpoints(folder) if other == key)
 
 

@@ -146,7 +146,7 @@ def no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
             "cuda",
             "was made on a CUDA device, but torch finds too few here: device cuda:0 requested, 0",
         ),
-        ("model", "dummy", "names the model 'dummy', which makes no clips"),
+        ("model", "dummy", "its model is 'dummy', which writes no files"),
     ],
 )
 @pytest.mark.usefixtures("no_reference")

@@ -20,7 +20,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
     """
     require(
         not sampling.from_image or sampling.frames > 1,
-        f"a clip from an image needs more than 1 `num_frames`, got {sampling.frames}",
+        f"`num_frames` of a clip from an image must be 2 or more, got {sampling.frames}",
         frames=sampling.frames,
         above=1,
     )

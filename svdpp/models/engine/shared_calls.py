@@ -27,7 +27,7 @@ class SharedCalls:
     and combines the results after the last call. Both ranks of pair u, ranks 2u and 2u + 1, run the
     block twice. The table shows a block with three calls:
 
-        run      call    rank 2u (branch 0)            rank 2u + 1 (branch 1)
+        run      call    rank 2u                       rank 2u + 1
         first    0       evaluates                     returns zeros
                  1       returns zeros                 evaluates
                  2       evaluates                     returns zeros
