@@ -1,4 +1,4 @@
-"""Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions.
+"""Tracker of the bytes of tensors, and of the temporary memory of CPU convolutions and attention.
 
 The temporary memory of other operations is not counted, because torch does not tell which kernels
 it would run for them.
@@ -6,6 +6,7 @@ it would run for them.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ class MemoryTracker(TorchDispatchMode):
     """Tracker of the bytes of all tensors (real or fake) that exist during a `with` block.
 
     `current` is the number of bytes of all storages that exist now. `peak` is the highest number so
-    far, including the temporary bytes of convolutions.
+    far, including the temporary bytes of convolutions and attention.
 
     Args:
         known: Tensors that exist before the block. Their bytes count in `current` and `peak`.
@@ -60,6 +61,8 @@ class MemoryTracker(TorchDispatchMode):
         threads = self._workspace_threads
         if threads is not None and func is torch.ops.aten.convolution.default:
             workspace = _convolution_workspace(args, result, threads)
+        elif threads is not None and func is _FLASH_ATTENTION:
+            workspace = _attention_workspace(args, threads)
         self.peak = max(self.peak, self.current + workspace)
         return result
 
@@ -121,6 +124,34 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
     if backend in ("Slow2d", "Slow3d") and not is_pointwise:
         return int(weight[0].numel() * result.nbytes // result.shape[1])
     return 0
+
+
+_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _attention_workspace(args: tuple[Any, ...], num_threads: int) -> int:
+    """Return the temporary bytes of flash attention on this CPU.
+
+    See ATen/native/cpu/FlashAttentionKernel.cpp. Each thread works on a block of queries and keys,
+    in float32. In half precision it also has a copy of the block's weights in that dtype. If the
+    CPU has AMX, all keys and values are then copied into the layout that AMX multiplies.
+    """
+    query, key, value = args[:3]
+    num_queries, num_keys, size = query.shape[2], key.shape[2], query.shape[3]
+    queries = min(num_queries, 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32)
+    keys = min(num_keys, 512)
+    thread_bytes, packed_bytes = 4 * queries * (keys + 2 + size), 0
+    if query.dtype in (torch.bfloat16, torch.float16):
+        thread_bytes += 2 * queries * keys
+        if _has_amx():
+            thread_bytes += 2 * keys * size
+            packed_bytes = key.nbytes + value.nbytes
+    return num_threads * thread_bytes + packed_bytes
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:

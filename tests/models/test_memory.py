@@ -27,7 +27,7 @@ from svdpp.models.engine import load
 from svdpp.models.engine.factory import load_engine_model
 from svdpp.models.engine.records import tensors_in
 from svdpp.models.memory import FakeModel, FlopCounter, estimate
-from svdpp.models.memory_tracker import convolution_backend
+from svdpp.models.memory_tracker import MemoryTracker, convolution_backend
 from svdpp.plan.roles import Roles
 from tests.models.test_registry import TinyModels
 from tests.support.allocations import allocated_peak
@@ -266,6 +266,20 @@ def test_the_estimate_is_what_a_rank_receives_and_allocates(
     image = source(sampling) if case.image else None
     rel = dict.fromkeys(("encode", "denoise", "decode"), 0.1) if name in SIZES else {}
     check_estimate(replace(tiny_model, sampling=sampling, source=image), rel)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_tokens", [100, 256, 1600])
+def test_the_temporary_memory_of_attention_counts(dtype: torch.dtype, num_tokens: int) -> None:
+    """In half precision, the temporary memory depends on whether the CPU has AMX."""
+    shape = (1, 2, num_tokens, 16)
+    real = [torch.zeros(shape, dtype=dtype) for _ in range(3)]
+    measured = allocated_peak(lambda: torch.nn.functional.scaled_dot_product_attention(*real))
+    with FakeTensorMode():
+        fake = [torch.zeros(shape, dtype=dtype) for _ in range(3)]
+        with torch.no_grad(), MemoryTracker(fake, 1) as tracker:
+            torch.nn.functional.scaled_dot_product_attention(*fake)
+    assert tracker.peak_above_start == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.slow
