@@ -146,7 +146,7 @@ def _attention_workspace(args: tuple[Any, ...], num_threads: int) -> int:
         if _has_amx():
             thread_bytes += 2 * keys * size
             packed_bytes = key.nbytes + value.nbytes
-    return num_threads * thread_bytes + packed_bytes
+    return int(num_threads * thread_bytes + packed_bytes)
 
 
 @functools.cache
