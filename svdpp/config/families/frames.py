@@ -20,7 +20,7 @@ def check_frames_from_image(_: object, sampling: Any) -> None:
     """
     require(
         not sampling.from_image or sampling.frames > 1,
-        f"`num_frames` of a clip from an image must be 2 or more, got {sampling.frames}",
+        f"`num_frames` of a clip from an image must be more than 1, got {sampling.frames}",
         frames=sampling.frames,
         above=1,
     )

@@ -104,7 +104,7 @@ CASES = {
         size(32, 32, 5),
         image=True,
         unread=_UNREAD,
-        refused=[({"num_frames": 1}, "`num_frames` of a clip from an image must be 2 or more")],
+        refused=[({"num_frames": 1}, "`num_frames` of a clip from an image must be more than 1")],
     ),
     "cosmos3-sound": Case(
         "cosmos3_sound", size(32, 32, 5), negative="blurred", unread=_UNREAD_WITH_SOUND
@@ -134,7 +134,7 @@ CASES = {
             **_UNREAD_WITHOUT_GUIDANCE,
             "latents": "steps read the latent with the image, its first frame",
         },
-        refused=[({"num_frames": 1}, "`num_frames` of a clip from an image must be 2 or more")],
+        refused=[({"num_frames": 1}, "`num_frames` of a clip from an image must be more than 1")],
     ),
     "cosmos3-video": Case(
         "cosmos3_v2v",

@@ -70,7 +70,7 @@ CASES = {
         size(16, 16, 9),
         image=True,
         unread=_unread_table(3),
-        refused=[({"num_frames": 1}, "more than 1 `num_frames`, got 1")],
+        refused=[({"num_frames": 1}, "must be more than 1, got 1")],
     ),
     "skyreels-v2-df-last-image": Case(
         "skyreels_v2_df", size(16, 16, 9), image=True, last_image=True, unread=_unread_table(4)
