@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False)
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions(WithoutAppearance, PipelineOptions, PromptOptions, ClipOptions):
-    """Options of `svdpp simulate`: pipeline, and number and speed of the clips."""
+    """Options of `svdpp simulate`: pipeline, number of clips, and speed of the simulation."""
 
     model: Annotated[
         str,

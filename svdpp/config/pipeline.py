@@ -573,9 +573,9 @@ _LATENT_IDENTITY = (
 )
 
 
-#: Key in a rank's conditions: the settings, devices and versions on which the bits of clips depend
-#: (see `worker.device.conditions_of`). The value says whether the attention backend gave equal bits
-#: for equal inputs. The key is missing if no `attention_backend` is set. Each rank measures the
+#: Key of an entry in a rank's conditions, which are all facts on which the bits of clips depend
+#: (see `worker.device.conditions_of`). The entry says whether the attention backend gave equal bits
+#: for equal inputs. It is missing if no `attention_backend` is set. Each rank measures the
 #: value, so it may differ even between ranks with equal devices.
 ATTENTION_REPEATS = "attention_repeats"
 

@@ -208,7 +208,8 @@ def collect_run_metrics(
 def metrics_of_pipeline(pipeline: Pipeline, requests: Sequence[ClipRequest]) -> RunMetrics | None:
     """Return the metrics of the run of a pipeline that has ended.
 
-    If no clip has failed, the metrics include a forecast of the makespan.
+    The metrics also contain the makespan that the forecast gives for this run, except if a clip has
+    failed, because the forecast assumes that all clips are finished.
 
     Args:
         pipeline: Pipeline that has ended.

@@ -258,9 +258,9 @@ def fit_image(image: Image.Image, width: int, height: int, fit: Fit) -> Image.Im
     """
     if fit == "stretch":
         return image
-    # `across` and `down` are the width and the height that would give the image the frame's aspect
-    # ratio. An image that is too wide gets the smaller width (crop) or the larger height (pad). An
-    # image that is too narrow gets the smaller height (crop) or the larger width (pad).
+    # To get the frame's aspect ratio, the image needs either the width `across` and its own height,
+    # or the height `down` and its own width. `crop` takes the one that is smaller than that side of
+    # the image, `pad` the one that is larger.
     too_wide = image.width * height > image.height * width
     across = max(1, round(image.height * width / height))
     down = max(1, round(image.width * height / width))

@@ -125,7 +125,11 @@ class _Search:
         return [replace(whole, data_parallel_size=whole.world_size // 2, cfg_parallel_size=2)]
 
     def _layouts(self, wholes: Sequence[Layout]) -> list[Layout]:
-        """Return all possible layouts: changed copies of the data-parallel layouts `wholes`."""
+        """Return all possible layouts, as copies of data-parallel layouts with other fields.
+
+        Args:
+            wholes: Layouts in which each rank, or each CFG pair of ranks, makes whole clips.
+        """
         if self.fixed is None:
             return [layout for whole in wholes for layout in _candidates(whole)]
         layouts = []

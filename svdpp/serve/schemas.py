@@ -399,7 +399,7 @@ class BatchPage(BaseModel):
 
 
 class FileView(BaseModel):
-    """File of request lines in the format of OpenAI's API. Times are unix seconds."""
+    """Response that describes a file of requests, as OpenAI's API does. Times are Unix seconds."""
 
     id: str
     object: Literal["file"] = "file"

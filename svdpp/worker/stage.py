@@ -56,7 +56,7 @@ _MODELS_KEPT = 8
 # dtypes. When the limit is reached, all kinds are forgotten.
 _KINDS_KEPT = 256
 # Name prefixes of tensors whose sizes may depend on the prompt or the image: results of the encode
-# that later ranks need, and tensors in the state of a modular pipeline.
+# that later ranks need (`record.`), and the state of a modular pipeline and of its running block.
 _ENCODED = ("record.", "state.", "block.")
 
 

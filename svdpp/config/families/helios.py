@@ -199,7 +199,7 @@ class HeliosDistilledFromVideoSampling(HeliosDistilledBaseSampling):
 
 
 class StepPlace(NamedTuple):
-    """Place of a step in a chunk of a Helios clip: the stage, and whether the step ends it."""
+    """Place of a step in a chunk of a Helios clip: its stage, and whether it is the last there."""
 
     stage: int
     """Index of the step's stage in the chunk, from 0."""

@@ -74,7 +74,8 @@ class StatePacker(Packer):
     Args:
         components: Components of the pipeline by name. If a value is a component, only its name is
             packed, because every rank has the component.
-        keeps: Whether the packer keeps the tensors. False: it only returns structures.
+        keeps: Whether the packer collects the tensors of the values, to be sent. False: it only
+            returns the structures of the values (JSON, with the tensors' shapes).
     """
 
     def __init__(self, components: dict[str, Any], *, keeps: bool = True) -> None:
