@@ -274,8 +274,8 @@ class Console:
 
         Args:
             names: For each field, the option that errors write in its place, such as
-                `--workload.frames` for `num_frames`. Hints propose these options
-                and those of the command.
+                `--workload.frames` for `num_frames`. Hints propose these options and those of the
+                command.
         """
         self._names = dict(names)
         self._options = {*(self._options or ()), *names.values()}

@@ -126,34 +126,6 @@ def _convolution_workspace(args: tuple[Any, ...], result: torch.Tensor, num_thre
     return 0
 
 
-_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-def _attention_workspace(args: tuple[Any, ...], num_threads: int) -> int:
-    """Return the temporary bytes of flash attention on this CPU.
-
-    See ATen/native/cpu/FlashAttentionKernel.cpp. Each thread works on a block of queries and keys,
-    in float32. In half precision it also has a copy of the block's weights in that dtype. If the
-    CPU has AMX, all keys and values are then copied into the layout that AMX multiplies.
-    """
-    query, key, value = args[:3]
-    num_queries, num_keys, size = query.shape[2], key.shape[2], query.shape[3]
-    queries = min(num_queries, 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32)
-    keys = min(num_keys, 512)
-    thread_bytes, packed_bytes = 4 * queries * (keys + 2 + size), 0
-    if query.dtype in (torch.bfloat16, torch.float16):
-        thread_bytes += 2 * queries * keys
-        if _has_amx():
-            thread_bytes += 2 * keys * size
-            packed_bytes = key.nbytes + value.nbytes
-    return int(num_threads * thread_bytes + packed_bytes)
-
-
-@functools.cache
-def _has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
-
-
 def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     """Return the kernel that torch chooses for a convolution on `num_threads` intra-op threads.
 
@@ -185,3 +157,31 @@ def convolution_backend(args: tuple[Any, ...], num_threads: int) -> str:
     args = (tensor, weight, bias, stride, padding, dilation, is_transposed, *rest)
     name = str(torch._C._select_conv_backend(*args).name)
     return name.replace("Dilated", "") if depends_on_threads else name
+
+
+_FLASH_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def _attention_workspace(args: tuple[Any, ...], num_threads: int) -> int:
+    """Return the temporary bytes of flash attention on this CPU.
+
+    See ATen/native/cpu/FlashAttentionKernel.cpp. Each thread works on a block of queries and keys,
+    in float32. In half precision it also has a copy of the block's weights in that dtype. If the
+    CPU has AMX, all keys and values are then copied into the layout that AMX multiplies.
+    """
+    query, key, value = args[:3]
+    num_queries, num_keys, size = query.shape[2], key.shape[2], query.shape[3]
+    queries = min(num_queries, 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32)
+    keys = min(num_keys, 512)
+    thread_bytes, packed_bytes = 4 * queries * (keys + 2 + size), 0
+    if query.dtype in (torch.bfloat16, torch.float16):
+        thread_bytes += 2 * queries * keys
+        if _has_amx():
+            thread_bytes += 2 * keys * size
+            packed_bytes = key.nbytes + value.nbytes
+    return int(num_threads * thread_bytes + packed_bytes)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()

@@ -99,8 +99,9 @@ class _Search:
         # `_layouts` leaves out impossible layouts. If it returns nothing, the fixed layout is
         # created again here, to raise the error that tells the user why it is impossible.
         possible = self._layouts(wholes) or [replace(self.data_parallel, **(self.fixed or {}))]
-        possible += self._with_shared_experts(wholes)
-        fitting = [*filter(self._fits, possible)]
+        shared = [*self._with_shared_experts(wholes)]
+        fitting = [*filter(self._fits, possible), *shared]
+        possible += shared
         if not fitting:
             raise self._nothing_fits(possible)
         # If no layout has known transfer costs, the forecast of the first layout raises an error

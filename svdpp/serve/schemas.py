@@ -540,7 +540,8 @@ def to_api_error(error: SvdppError) -> ApiError:
         (status, code) for kind, status, code in _STATUS_BY_ERROR if isinstance(error, kind)
     )
     message = write_request_fields(without_folders(error.message))
-    hint = write_request_fields(without_folders(error.hint))
+    hint = filter_hint(error.hint, _is_for_clients) if status == 422 else error.hint
+    hint = write_request_fields(without_folders(hint))
     details = error.details
     if code == "storage_failed":  # the message, which names files of the server, is only logged
         message, hint, details = "the server cannot store its data", "", {}
@@ -548,7 +549,6 @@ def to_api_error(error: SvdppError) -> ApiError:
         message, hint, details = "the server cannot reach its files", "try again later", {}
     if status == 422:
         details = {**details, **_find_field(error)}
-        hint = write_request_fields(without_folders(filter_hint(error.hint, _is_for_clients)))
     retry = _RETRY_SECONDS if status == 503 else None
     return ApiError(status, code, message, hint, retry=retry, **details)
 

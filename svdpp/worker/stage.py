@@ -264,8 +264,9 @@ class PipelineStage:
                 if sent == planned:
                     continue
                 clip, step = sent if planned == nothing else planned
-                error = mismatch("clip", "clip", sent[0], planned[0])
-                if sent[0] == planned[0]:
+                if sent[0] != planned[0]:
+                    error = mismatch("clip", "clip", sent[0], planned[0])
+                else:
                     name = f"next step of clip {clip}"
                     error = mismatch(name, "next_step", sent[1], planned[1], clip=clip)
                 raise MismatchError(
