@@ -161,16 +161,18 @@ def run(
     if options.server is not None:
         run_at_server(console, launched, options, log)
         return
-    from svdpp.driver.jobs import fit_request_to_jobs, loras_of
     from svdpp.launch.fork_server import start_fork_server_early
-    from svdpp.media.output_files import lock_folder
 
     command = RunCommand.create(console, launched, options, traces)
-    jobs, input_errors = command.read_jobs()
     device = options.device_name()
     if launched is None and not options.dry_run:
         # The fork server is started early, so that it imports torch while this process does too.
         start_fork_server_early(family=options.family, device=device)
+    # Imported after the start of the fork server, because they take 0.2 s.
+    from svdpp.driver.jobs import fit_request_to_jobs, loras_of
+    from svdpp.media.output_files import lock_folder
+
+    jobs, input_errors = command.read_jobs()
     request = options.request(
         launched=launched,
         device=device,

@@ -362,8 +362,7 @@ def _serve(
     with _bind(options.host, options.port) as bound:
         config, why = _config(options, launched)
         if launched is None:
-            family = None if options.is_dummy else options.family
-            start_fork_server_early(family=family, device=config.device)
+            start_fork_server_early(family=options.loaded_family, device=config.device)
         log.open(console, launched, warns=True)
         console.info(why)
         settings = _settings(options, sizes, config)

@@ -102,7 +102,7 @@ def simulate(
     the measured times hold only for the rehearsal. The forecast, printed below these times, is a
     simulation of the same plan with the mean of the measured costs.
     """
-    from svdpp.driver.pipeline import Pipeline
+    from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.media.inputs import example_requests
 
     traces.check()
@@ -111,6 +111,11 @@ def simulate(
         message = f"`{name}` has no effect on the dummy model"
         require(value is None, message, "--latent-shape sets its size", option=name, value=value)
     request = options.request(launched=launched, time_scale=options.time_scale)
+    if launched is None:
+        start_fork_server_early(family=options.loaded_family, device=request.device)
+    # Imported after the start of the fork server, which imports torch at the same time.
+    from svdpp.driver.pipeline import Pipeline
+
     num_clips = options.clips or 2 * request.world_size
     config, why = replace(request, num_clips=num_clips).resolve()
     log.open(console, launched)

@@ -146,7 +146,7 @@ def verify(
     in one process. Latents and frames are compared. Finished clips are made again and compared with
     their hashes. The exit code is 3 if anything differs.
     """
-    from svdpp.driver.pipeline import Pipeline
+    from svdpp.launch.fork_server import start_fork_server_early
     from svdpp.verification.clip_files import find_clips
 
     log.open(console, launched)
@@ -168,18 +168,22 @@ def verify(
         "num_references": len(options.reference_paths),
     }
     sampling = options.sampling_config(**inputs_of_clips)
+    # The CPU is allowed for every model, because a verification need not be fast.
+    device = options.device_name(any_on_cpu=True)
+    if launched is None:
+        start_fork_server_early(family=options.loaded_family, device=device)
     requests = []
     if not is_secondary_rank(launched):
         requests = _requests(options, inputs, sampling)
     config, why = options.request(
         num_clips=None if launched else len(requests),
         launched=launched,
-        # The CPU is allowed for every model, because a verification need not be fast.
-        device=options.device_name(any_on_cpu=True),
+        device=device,
         **inputs_of_clips,
     ).resolve()
     if is_secondary_rank(launched):  # this rank only makes clips: rank 0 compares the tensors
         from svdpp.cli.progress import serve_member
+        from svdpp.driver.pipeline import Pipeline
 
         pipeline = Pipeline(config, tensor_folder="sent to rank 0")
         serve_member(pipeline, launched, console)
@@ -256,15 +260,18 @@ def _check_effective(context: typer.Context) -> None:
 def _verify_clips(
     console: Console, paths: Sequence[Path], options: VerifyOptions, tolerance: Tolerance
 ) -> None:
-    from svdpp.cli.progress import Progress
-    from svdpp.verification.clip_verification import (
-        VerificationSettings,
-        plan_verification,
-        verify_clips,
-    )
+    from svdpp.launch.fork_server import start_fork_server_early
+    from svdpp.verification.clip_tasks import VerificationSettings, plan_verification
 
     settings = VerificationSettings(**{name: getattr(options, name) for name in _SETTINGS})
     groups, results = plan_verification(paths, settings)
+    if groups:
+        config = groups[0][0].config
+        start_fork_server_early(family=config.sampling.family, device=config.device)
+    # Imported after the start of the fork server, which imports torch at the same time.
+    from svdpp.cli.progress import Progress
+    from svdpp.verification.clip_verification import verify_clips
+
     for tasks in groups:
         names = [task.clip.path.name for task in tasks]
         schedule = tasks[0].config.layout.schedule(len(tasks))

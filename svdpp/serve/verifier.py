@@ -249,11 +249,8 @@ def main(clip: str, image: str, parent: str) -> None:
 
 def _verify_clip(clip: Path, image: Path | None) -> dict[str, Any]:
     # Imported here, so that the import of torch, which takes seconds, already runs at low priority.
-    from svdpp.verification.clip_verification import (
-        VerificationSettings,
-        plan_verification,
-        verify_clips,
-    )
+    from svdpp.verification.clip_tasks import VerificationSettings, plan_verification
+    from svdpp.verification.clip_verification import verify_clips
 
     try:
         groups, results = plan_verification(

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Base64Bytes, BaseModel, BeforeValidator, ConfigDict, Field
 
-from svdpp.config import ClipRequest
+from svdpp.config import ClipRequest, sampling_from
 from svdpp.plan.actions import Action
 
 #: Cause of a rank's wait: an image that is not prepared yet, a packet that has not arrived, a slow
@@ -25,6 +25,24 @@ def _parse_text(value: object) -> object:
 #: Action of a rank. JSON messages contain it as a list of its fields. Tests also write it as text,
 #: such as `DENOISE c0 2:4`.
 ActionField = Annotated[Action, BeforeValidator(_parse_text)]
+
+
+def _parse_sampling(values: Any) -> Any:
+    """Replace the sampling parameters in a request's JSON by an instance of their family's class.
+
+    The field's type is no union of all these classes: pydantic would take 0.1 s in each process to
+    build the union's schema, and would try one class after the other for each message.
+    """
+    match values:
+        case {"sampling": {"family": _} as sampling}:
+            return {**values, "sampling": sampling_from(sampling)}
+        case {"sampling": dict()}:
+            raise ValueError("sampling parameters need a family")
+    return values
+
+
+#: Request for a clip. JSON messages contain the sampling parameters as an object of their fields.
+RequestField = Annotated[ClipRequest, BeforeValidator(_parse_sampling)]
 
 
 class _Message(BaseModel):
@@ -43,7 +61,7 @@ class ClipJob(_Message):
     """Request and metadata of one clip, for the ranks that make the clip."""
 
     clip: int
-    request: ClipRequest
+    request: RequestField
     """Request for the clip. If it has sampling parameters, all of them have values: the model's
     defaults have been filled in."""
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -63,7 +81,7 @@ class ClipBatch(_Message):
 class PrepareImage(_Message):
     """Command to a rank to prepare the images of a clip that a later `ClipBatch` will contain."""
 
-    request: ClipRequest
+    request: RequestField
 
 
 class Stop(_Message):

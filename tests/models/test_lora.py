@@ -24,7 +24,7 @@ from svdpp.models.base import LATENTS
 from svdpp.models.checkpoint import find_checkpoint
 from svdpp.models.engine.loras import check_loras_fit
 from svdpp.models.lora_files import CLIP_LORAS_KEPT, lora_bytes
-from svdpp.verification.clip_verification import lora_from_metadata
+from svdpp.verification.clip_tasks import lora_from_metadata
 from svdpp.verification.reference import Reference
 from tests.models.test_registry import TinyModels
 from tests.support.builders import save_tiny_lora

@@ -200,6 +200,8 @@ def test_after_a_kill_the_clips_continue_to_the_same_bits(tmp_path: Path) -> Non
         jobs = service.wait_final(ids)
         assert service.engine.restarts == 1
         resumed = [job.metadata["resumed_from_step"] for job in jobs]
+        # The engine reports the end of a clip after the queue has it.
+        service.wait(lambda: len(service.ended) == len(ids), "the end of a clip is not reported")
         assert [job.id for job in service.ended] == ids
         service.kill(0)  # the rank is idle, so its end counts against no clip
         service.wait(lambda: service.engine.restarts == 2, "no restart")

@@ -26,7 +26,7 @@ from svdpp.serve import verifier
 from svdpp.serve.job import JobState
 from svdpp.serve.queue import JobQueue
 from svdpp.serve.verifier import Verifier
-from svdpp.verification import clip_verification
+from svdpp.verification import clip_tasks
 from tests.support.dummies import HANG_SECONDS
 from tests.support.engines import add, demo_config, demo_job, serving, taken
 from tests.support.processes import children_of, is_there, wait_until
@@ -227,9 +227,9 @@ def _gpu(index: int, free_bytes: int, name: str = "H200") -> Gpu:
 
 def test_a_verification_takes_the_freest_gpu_of_the_clips_kind() -> None:
     gpus = [_gpu(0, 1), _gpu(1, 4), _gpu(2, 3), _gpu(3, 9, "A100")]
-    assert clip_verification.choose_device({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
-    assert clip_verification.choose_device({"conditions": {}}, gpus) == "cuda:3"
-    assert clip_verification.choose_device({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
+    assert clip_tasks.choose_device({"conditions": {"gpu": "H200"}}, gpus) == "cuda:1"
+    assert clip_tasks.choose_device({"conditions": {}}, gpus) == "cuda:3"
+    assert clip_tasks.choose_device({"conditions": {"gpu": "B200"}}, gpus) == "cuda:0"
 
 
 def test_a_verification_needs_free_memory_beside_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

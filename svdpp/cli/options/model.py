@@ -243,6 +243,11 @@ class ModelOptions:
         """
         return "svd" if self.checkpoint is None else self.checkpoint.family
 
+    @property
+    def loaded_family(self) -> str | None:
+        """Family whose classes the ranks import; None for the dummy model."""
+        return None if self.is_dummy else self.family
+
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """Checkpoint of the model that the options choose, without weights; read only once.

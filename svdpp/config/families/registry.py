@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from svdpp.config.families import (
     allegro,
@@ -80,8 +80,8 @@ SAMPLING_CLASSES: Mapping[str, type[Any]] = {spec.name: spec.sampling for spec i
 #: Sampling parameters of any family; their field `family` names the family.
 if TYPE_CHECKING:
     SamplingConfig = svd.SvdSampling | PromptedSampling
-else:  # pydantic parses a message into the class whose `family` matches
-    SamplingConfig = Union[tuple(SAMPLING_CLASSES.values())]  # noqa: UP007
+else:  # pydantic leaves the value as it is; `worker.messages` creates the class of the family
+    SamplingConfig = Any
 
 
 #: Names of the families whose pipelines take a last image. Nevertheless, some checkpoints of these
