@@ -41,7 +41,7 @@ class Bound(BaseModel):
 
     @model_validator(mode="after")
     def _bounds_something(self) -> Self:
-        """Raise a `ValueError` unless `min` or `max` is given, and `min` is not above `max`."""
+        """Raise a `ValueError` if neither `min` nor `max` is given, or if `min` is above `max`."""
         if self.min is None and self.max is None:
             raise ValueError("needs min, max or both")
         if self.min is not None and self.max is not None and self.min > self.max:

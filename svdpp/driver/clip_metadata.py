@@ -329,14 +329,14 @@ def parse_clip_json(path: Path) -> Any:
 
 
 def check_clip_metadata(values: object, fault: str) -> dict[str, Any]:
-    """Check the types of a clip's metadata; return them with defaults for missing fields.
+    """Check a clip's metadata, and return them with defaults for the optional fields.
 
     Args:
         values: Untrusted value, such as the result of `parse_clip_json`.
         fault: Text at the beginning of the error's message, such as "x.json is not a clip's JSON".
 
     Raises:
-        InputError: A field is missing, or has a wrong type or value.
+        InputError: A required field is missing, or a field has a wrong type or value.
     """
     if not isinstance(values, dict):
         raise InputError(f"{fault}: the JSON is not an object")

@@ -383,7 +383,7 @@ class JobLineReader:
         if "size" not in values:
             return {}
         if "width" in values or "height" in values:
-            raise RequestError("contradicts width and height", "leave size out")
+            raise RequestError("cannot be given with width or height", "leave size out")
         text = values["size"]
         width, _, height = text.partition("x") if isinstance(text, str) else ("", "", "")
         is_size = all(
@@ -402,7 +402,7 @@ class JobLineReader:
         if "seconds" not in values:
             return
         if "frames" in values:
-            raise RequestError("contradicts frames", "give only one of the two")
+            raise RequestError("cannot be given with frames", "give only one of the two")
         seconds = _number(values["seconds"], float)
         if not 0 < seconds <= MAX_FRAMES:
             wrong = f"must be above 0 and at most {MAX_FRAMES}, got {shown(seconds)}"

@@ -51,8 +51,9 @@ def find_ffmpeg() -> str:
 
 def mp4_source(path: Path) -> list[str]:
     """Return ffmpeg's options for opening a file as mp4, and not as any other format."""
-    # A file named .mp4 may be a playlist, for which ffmpeg would open other files and URLs. So only
-    # the demuxer of mp4 and local files are allowed. The prefix `file:` allows any file name.
+    # A file named .mp4 may be a playlist, for which ffmpeg would open other files and URLs. So
+    # ffmpeg may read only mp4, and only from local files. With the prefix `file:`, it does not take
+    # a colon in a file's name for the end of a protocol's name.
     name = f"file:{os.path.abspath(path)}"
     return ["-protocol_whitelist", "file,pipe", "-f", "mov", "-i", name]
 

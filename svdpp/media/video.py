@@ -164,9 +164,10 @@ def read_frames(path: Path, format: VideoFormat) -> Frames:
 def presentation_differences(ours: Path, theirs: Path, format: VideoFormat) -> list[str]:
     """Compare how players show two clips with the same pixels; return a clause for each difference.
 
-    Pixels and samples are not compared here. For an mp4, the streams are compared: number, kind,
-    codec, pixel aspect, colours, rotation, times, and default streams. For a gif or webp, the
-    durations, loop, orientation, transparency and further content are compared.
+    Pixels and sound samples are not compared here. For an mp4, the number of streams is compared,
+    and of each stream its kind, codec, pixel aspect, colours, rotation and times, and whether it is
+    a default stream. For a gif or webp, the durations of frames, number of repetitions,
+    orientation, transparency, and data beside the frames are compared.
 
     Args:
         ours: File to check.

@@ -225,7 +225,9 @@ class CostModel:
                 key or a wrong value.
         """
         if not isinstance(content, Mapping):
-            raise RequestError(f"{where}: costs are a JSON object, not {type(content).__name__}")
+            raise RequestError(
+                f"{where}: costs must be a JSON object, got {type(content).__name__}"
+            )
         values = dict(content)
         version = values.pop("schema_version", None)
         if version != SCHEMA_VERSION:

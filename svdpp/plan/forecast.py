@@ -84,7 +84,7 @@ class Forecast:
         return replace(self, clips=num_clips, makespan=makespan, bubble=bubble)
 
     def to_json(self) -> dict[str, float]:
-        """Return a forecast's makespan, first clip, seconds per clip and bubble, by JSON key."""
+        """Return a forecast's times and its bubble (the ranks' idle fraction), by JSON key."""
         return {
             "makespan_seconds": self.makespan,
             "first_clip_seconds": self.first_clip,

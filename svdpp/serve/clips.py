@@ -31,7 +31,8 @@ from svdpp.worker.routes import resolve_clip_config
 # Maximum number of results in each of the two caches of `Admission`.
 _MAX_SHAPES = 256
 # Seconds by which the preparation of a large image may exceed its estimated time. After that, the
-# image's job is submitted although the image is not prepared, like a job with a small image.
+# job is submitted although its image is not prepared. Jobs with small images never wait for the
+# preparation.
 _PREPARE_SECONDS = 60.0
 
 

@@ -294,7 +294,8 @@ class PostgresBackend:
         if id and store.read_queue_id() != id:
             raise RequestError(
                 f"{store.name} does not belong to the queue that `queue` names",
-                "name the store that all servers of the queue share, or add `adopt`",
+                "name the store that all servers of the queue share, or add `adopt` to use "
+                "this store",
             )
         if store.is_remote or not id:
             allowed = (

@@ -229,8 +229,8 @@ class _ParentChannel(ControlChannel):
         if not self._is_disconnected:
             where = describe_position(self._heartbeat.action, self._heartbeat.step)
             self._say(f"{reason}: {self._name} ends{where}", True)
-            # When one rank of a host exits, the launcher ends the host's other ranks. So only the
-            # host's first rank exits at once.
+            # When one rank of a host exits, the launcher shows its output and ends the host's other
+            # ranks. The other ranks wait, so that this is always the host's first rank.
             if self._world.local_rank:
                 time.sleep(_EXIT_DELAY_SECONDS)
             process_lifetime.exit_process(RankError.exit_code)

@@ -363,7 +363,7 @@ class PipelineStage:
                 packet.memory_pressure |= self._context.memory_pressure.has_occurred()
 
     def _expected_part(self, action: Action) -> Specs:
-        """Return shape and dtype of the frames or tiles that another rank decodes in an action."""
+        """Return shape and dtype of the frames or tiles that a RECV_FRAMES receives."""
         assert action.part is not None
         model = self._model_of(self._sampling_of(action))
         specs = model.part_specs(self._parts[action.clip][0], action.part)

@@ -70,7 +70,7 @@ def test_a_step_alone_is_enough() -> None:
 
 GOOD = {"schema_version": 1, "step_seconds": 1.0}
 REFUSED: list[tuple[Any, str]] = [
-    ([], "f: costs are a JSON object, not list"),
+    ([], "f: costs must be a JSON object, got list"),
     ({}, "f: schema_version must be 1, got None"),
     ({**GOOD, "schema_version": 2}, "f: schema_version must be 1, got 2"),
     ({"schema_version": 1}, "f: step_seconds is missing"),

@@ -462,10 +462,11 @@ class ModularCall:
             self.after_step(self._steps - 1, self._latents)
 
     def _received_series(self) -> Node:
-        """Return the received packet's node for the last step in the current series of steps.
+        """Return the node of the received packet for the current series of steps.
 
-        The node has the result of `scheduler.step`, the structures of the denoisers' results, and
-        the states of the generators. A series begins with `scheduler.set_timesteps`.
+        A series begins with `scheduler.set_timesteps`. The node describes the last step that the
+        sending rank ran in the series: the result of `scheduler.step`, the structures of the
+        denoisers' results, and the states of the generators.
         """
         assert self.given is not None
         series: list[Node] = self.given["inner"]["series"]

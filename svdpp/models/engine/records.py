@@ -387,7 +387,7 @@ def tensors_differ(before: list[torch.Tensor], after: list[torch.Tensor]) -> boo
 
 @dataclass(eq=False)
 class Records:
-    """Results of a pipeline's methods, which the encode records and later calls replay."""
+    """Results of a pipeline's methods, recorded during the encode and replayed by later calls."""
 
     spec: FamilySpec
     unpacked: Callable[[Node], Any]

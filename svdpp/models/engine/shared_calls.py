@@ -55,9 +55,11 @@ class SharedCalls:
     _repeated: int = 0
 
     def run(self, step: int, run: Callable[[], Any], set_back: Callable[[], None]) -> Any:
-        """Run a block of a modular pipeline twice, and divide its denoiser calls between two ranks.
+        """Run a block of a modular pipeline, and divide its denoiser calls between two ranks.
 
-        If the block calls no denoiser, it runs only once.
+        The block runs twice. In the first run, each rank computes its half of the denoiser calls.
+        Then the ranks exchange the results, and the second run gets the results of all calls. If
+        the block calls no denoiser, it runs only once.
 
         Args:
             step: Index of the current step.
